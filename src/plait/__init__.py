@@ -1,0 +1,1 @@
+"""plait: plans, runs, proves and explains model-parallel training of transformers."""

@@ -1,0 +1,1 @@
+"""Tensors on disk: plait's weight folders, boxes between layouts, Hugging Face folders."""

@@ -1,0 +1,1 @@
+"""The only room that communicates: process groups, typed collectives, the ledger of bytes."""

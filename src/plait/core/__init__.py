@@ -1,0 +1,1 @@
+"""The nouns of plait. Standard library only: nothing here imports torch."""
