@@ -1,0 +1,181 @@
+"""`Group`: ranks that communicate along some mesh axes, whatever carries their bytes.
+
+Every operation books its bytes in the ledger, gives its wait a time-out, and records the time the caller stood still.
+Operations are started at once and return a `Pending`; work done before `Pending.wait` overlaps with them.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import Literal, Protocol, final
+
+import torch
+from torch import Tensor
+
+from plait.comm.ledger import Ledger
+
+Reduction = Literal["sum", "max"]
+
+
+class SpanSink(Protocol):
+    """Where spans go: ``telemetry.record.Recorder.add`` fits."""
+
+    def __call__(self, stream: str, kind: str, name: str, start: float, end: float, bytes: int = 0, /) -> None: ...
+
+
+def _idle() -> None:
+    """Nothing to move on with."""
+
+
+def _nowhere(stream: str, kind: str, name: str, start: float, end: float, bytes: int = 0, /) -> None:
+    """A sink for spans nobody asked for."""
+
+
+@dataclass(kw_only=True)
+class Book:
+    """What a rank's groups share: the ledger, the sink of spans, and what the rank is doing (for errors)."""
+
+    rank: int = 0
+    timeout: float = 60.0
+    ledger: Ledger = field(default_factory=Ledger)
+    sink: SpanSink = _nowhere
+    phase: str = ""
+    """F, B or step: the third key of the ledger."""
+    doing: str = ""
+    """The logical cause of a wait, such as ``RECV_F of stage 2, microbatch 5``."""
+    progress: Callable[[], None] = _idle
+    """Called while waiting: lets queued messages leave, so that two waiting ranks never block each other."""
+
+
+@final
+class Pending:
+    """An operation under way; `wait` returns its result. Waiting twice is free."""
+
+    def __init__(self, finish: Callable[[], Tensor], book: Book | None = None, name: str = "", sent: int = 0) -> None:
+        self._finish: Callable[[], Tensor] | None = finish
+        self._result: Tensor | None = None
+        self._book = book
+        self._name = name
+        self._sent = sent
+
+    def wait(self) -> Tensor:
+        """The result, once every rank has done its part (on CUDA: once it is ordered on the current stream)."""
+        if self._finish is not None:
+            start = perf_counter()
+            self._result = self._finish()
+            self._finish = None
+            if self._book is not None:
+                self._book.sink("comm", self._name, self._name, start, perf_counter(), self._sent)
+        assert self._result is not None
+        return self._result
+
+
+class Group(ABC):
+    """``ranks`` (in order, this one at ``index``) that communicate along ``axis``. Tensors are contiguous.
+
+    Gathers concatenate along dim 0; scatters cut dim 0, which must divide by `size`.
+    """
+
+    def __init__(self, axis: str, ranks: tuple[int, ...], book: Book) -> None:
+        self.axis = axis
+        self.ranks = ranks
+        self.book = book
+        self.index = ranks.index(book.rank)
+        self.size = len(ranks)
+
+    def _pending(self, operation: str, tensor_bytes: int, start: Callable[[], Callable[[], Tensor]]) -> Pending:
+        sent = self.book.ledger.add(self.axis, operation, self.book.phase, self.size, tensor_bytes)
+        name = f"{operation} {self.axis}"
+        begin = perf_counter()
+        finish = start()
+        self.book.sink("comm", operation, name, begin, perf_counter(), 0)
+        return Pending(finish, self.book, name, sent)
+
+    def all_reduce(self, x: Tensor, op: Reduction = "sum") -> Pending:
+        """Reduce ``x`` over the ranks, in place; every rank gets the same bits."""
+        if self.size == 1:
+            return Pending(lambda: x)
+        return self._pending("all_reduce", x.nbytes, lambda: self._all_reduce(x, op))
+
+    def reduce_scatter(self, x: Tensor, out: Tensor | None = None) -> Pending:
+        """Sum ``x`` [size * n, ...] over the ranks; this one gets its n rows, in ``out`` (may lie inside ``x``)."""
+        if self.size == 1:
+            return Pending(lambda: x)
+        rows = x.shape[0] // self.size
+        result = torch.empty((rows, *x.shape[1:]), dtype=x.dtype, device=x.device) if out is None else out
+        return self._pending("reduce_scatter", x.nbytes, lambda: self._reduce_scatter(x, result))
+
+    def all_gather(self, x: Tensor, out: Tensor | None = None) -> Pending:
+        """Concatenate the ranks' ``x`` [n, ...] to [size * n, ...], in ``out`` (``x`` may be its own part of it)."""
+        if self.size == 1:
+            return Pending(lambda: x)
+        shape = (x.shape[0] * self.size, *x.shape[1:])
+        result = torch.empty(shape, dtype=x.dtype, device=x.device) if out is None else out
+        return self._pending("all_gather", result.nbytes, lambda: self._all_gather(x, result))
+
+    def all_to_all(self, x: Tensor) -> Pending:
+        """Cut ``x`` [size * n, ...] along dim 0, send part j to rank j; the result holds the parts received, in order."""
+        if self.size == 1:
+            return Pending(lambda: x)
+        return self._pending("all_to_all", x.nbytes, lambda: self._all_to_all(x, torch.empty_like(x)))
+
+    def broadcast(self, x: Tensor, source: int = 0) -> Pending:
+        """Copy ``x`` of the rank at index ``source`` into everyone's, in place."""
+        if self.size == 1:
+            return Pending(lambda: x)
+        return self._pending("broadcast", x.nbytes, lambda: self._broadcast(x, source))
+
+    def barrier(self) -> None:
+        """Return when all ranks have come here."""
+        self.all_reduce(torch.zeros(1, device=self.device)).wait()
+
+    @property
+    @abstractmethod
+    def device(self) -> torch.device:
+        """Where the tensors of this group live."""
+
+    @abstractmethod
+    def _all_reduce(self, x: Tensor, op: Reduction) -> Callable[[], Tensor]: ...
+
+    @abstractmethod
+    def _reduce_scatter(self, x: Tensor, out: Tensor) -> Callable[[], Tensor]: ...
+
+    @abstractmethod
+    def _all_gather(self, x: Tensor, out: Tensor) -> Callable[[], Tensor]: ...
+
+    @abstractmethod
+    def _all_to_all(self, x: Tensor, out: Tensor) -> Callable[[], Tensor]: ...
+
+    @abstractmethod
+    def _broadcast(self, x: Tensor, source: int) -> Callable[[], Tensor]: ...
+
+
+@final
+class Alone(Group):
+    """A group of one rank: nothing is sent."""
+
+    def __init__(self, axis: str, book: Book, device: torch.device) -> None:
+        super().__init__(axis, (book.rank,), book)
+        self._device = device
+
+    @property
+    def device(self) -> torch.device:
+        return self._device
+
+    def _all_reduce(self, x: Tensor, op: Reduction) -> Callable[[], Tensor]:
+        return lambda: x
+
+    def _reduce_scatter(self, x: Tensor, out: Tensor) -> Callable[[], Tensor]:
+        return lambda: x
+
+    def _all_gather(self, x: Tensor, out: Tensor) -> Callable[[], Tensor]:
+        return lambda: x
+
+    def _all_to_all(self, x: Tensor, out: Tensor) -> Callable[[], Tensor]:
+        return lambda: x
+
+    def _broadcast(self, x: Tensor, source: int) -> Callable[[], Tensor]:
+        return lambda: x

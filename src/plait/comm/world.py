@@ -1,0 +1,152 @@
+"""`World`: binds a `Mesh` to processes: start-up, groups along any axes, messages, shutdown."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from contextlib import suppress
+from datetime import timedelta
+from typing import final
+
+import torch
+import torch.distributed as dist
+
+from plait.comm import shared_memory
+from plait.comm.group import Alone, Book, Group
+from plait.comm.shared_memory import Ring, SharedMemoryGroup, SharedMemoryWire
+from plait.comm.torch_group import TorchGroup, TorchWire
+from plait.core.errors import PlanError, RankError
+from plait.core.mesh import AXES, Mesh
+
+SHARED_MEMORY_RANKS = 8
+"""Larger groups use gloo: reading every member's data costs a rank n-1 reads, where a ring algorithm costs two."""
+
+
+@final
+class World:
+    """The processes of a run, seen from one of them. Nothing in it is global: pass it.
+
+    ``transport`` is how CPU ranks of one host talk: ``auto`` (shared memory where it can, else gloo) or ``gloo``.
+    """
+
+    def __init__(
+        self, mesh: Mesh, *, rank: int, device: torch.device, store: dist.Store | None, timeout: float, transport: str
+    ) -> None:
+        self.mesh = mesh
+        self.rank = rank
+        self.device = device
+        self.book = Book(rank=rank, timeout=timeout)
+        self.at = mesh.coordinate(rank)
+        self._store = store
+        self._groups: dict[tuple[str, ...], Group] = {}
+        self._named = 0
+        self._descriptors: list[int] = []
+        self._shared = self._share_memory(transport)
+        if self._shared:
+            self._wire: SharedMemoryWire | TorchWire = SharedMemoryWire(self.book, self._connect)
+        else:
+            self._wire = TorchWire(self.book)
+
+    @classmethod
+    def alone(cls, device: torch.device | str = "cpu") -> World:
+        """One process, no peers."""
+        return cls(Mesh(), rank=0, device=torch.device(device), store=None, timeout=60.0, transport="auto")
+
+    @classmethod
+    def connect(
+        cls, mesh: Mesh, *, device: torch.device, timeout: float = 60.0, transport: str = "auto", store: dist.Store | None = None,
+        rank: int | None = None,
+    ) -> World:
+        """Join the other ranks: through the launcher's variables (RANK, WORLD_SIZE, MASTER_ADDR ...) or a given ``store``.
+
+        Raises `PlanError` when the launcher started another number of ranks than ``mesh`` has.
+        """
+        patience = timedelta(seconds=timeout)
+        if store is None:
+            if mesh.world_size == 1 and "RANK" not in os.environ:
+                return cls.alone(device)
+            store, rank, size = next(iter(dist.rendezvous("env://", timeout=patience)))
+            if size != mesh.world_size:
+                raise PlanError(f"the launcher started {size} ranks, the plan's mesh {mesh.sizes} needs {mesh.world_size}")
+        assert rank is not None
+        if mesh.world_size > 1:
+            dist.init_process_group(
+                "nccl" if device.type == "cuda" else "gloo",
+                store=dist.PrefixStore("plait", store),
+                rank=rank,
+                world_size=mesh.world_size,
+                timeout=patience,
+                device_id=device if device.type == "cuda" else None,
+            )
+        return cls(mesh, rank=rank, device=device, store=store, timeout=timeout, transport=transport)
+
+    def group(self, *axes: str) -> Group:
+        """The ranks that differ from this one along ``axes`` alone. The first call for an axis set is collective."""
+        wanted = tuple(axis for axis in AXES if axis in axes)
+        if wanted not in self._groups:
+            self._groups[wanted] = self.partition("+".join(wanted), self.mesh.groups(wanted))
+        return self._groups[wanted]
+
+    def partition(self, name: str, groups: Sequence[tuple[int, ...]]) -> Group:
+        """Make the groups of an arbitrary partition of some ranks (collective over all ranks); returns this rank's own,
+        or a group of one when it is in none."""
+        self._named += 1
+        mine = next((ranks for ranks in groups if self.rank in ranks), (self.rank,))
+        shared = self._shared and max(len(ranks) for ranks in groups) <= SHARED_MEMORY_RANKS
+        made: dist.ProcessGroup | None = None
+        if not shared:
+            for ranks in groups:
+                if len(ranks) > 1:
+                    group = dist.new_group(list(ranks))
+                    made = group if self.rank in ranks else made
+        if len(mine) == 1:
+            return Alone(name, self.book, self.device)
+        if shared:
+            return SharedMemoryGroup(name, mine, self.book, self._rings(f"{self._named}/{mine[0]}", mine))
+        assert made is not None
+        return TorchGroup(name, mine, self.book, made, self.device)
+
+    @property
+    def wire(self) -> SharedMemoryWire | TorchWire:
+        """Messages between any two ranks."""
+        return self._wire
+
+    def close(self) -> None:
+        """Leave the others. Groups and messages end here."""
+        self._groups.clear()
+        for descriptor in self._descriptors:
+            with suppress(OSError):
+                os.close(descriptor)
+        self._descriptors.clear()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+    def _share_memory(self, transport: str) -> bool:
+        """Whether all ranks are CPU processes of one host (agreed: every rank sees every other's identity)."""
+        if self.mesh.world_size == 1 or self._store is None:
+            return False
+        usable = self.device.type == "cpu" and transport == "auto" and shared_memory.available()
+        self._store.set(f"host/{self.rank}", shared_memory.host_identity() if usable else f"apart {self.rank}")
+        names = {self._get(f"host/{rank}", rank) for rank in range(self.mesh.world_size)}
+        return len(names) == 1
+
+    def _get(self, key: str, rank: int) -> str:
+        assert self._store is not None
+        try:
+            return self._store.get(key).decode()
+        except RuntimeError as error:
+            raise RankError(f"rank {self.rank} waits for rank {rank} to start, for {self.book.timeout:g} s") from error
+
+    def _rings(self, key: str, ranks: tuple[int, ...]) -> list[Ring]:
+        """The shared rings of ``ranks``; the first of them to arrive makes the file, the others open it."""
+        assert self._store is not None
+        if self._store.add(f"claim/{key}", 1) == 1:
+            descriptor = shared_memory.create_file(len(ranks))
+            self._store.set(f"file/{key}", f"/proc/{os.getpid()}/fd/{descriptor}")
+        else:
+            descriptor = os.open(self._get(f"file/{key}", ranks[0]), os.O_RDWR)
+        self._descriptors.append(descriptor)
+        return shared_memory.map_rings(len(ranks), descriptor)
+
+    def _connect(self, source: int, to: int) -> Ring:
+        return self._rings(f"wire/{source}/{to}", (source,))[0]
