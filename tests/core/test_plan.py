@@ -310,6 +310,10 @@ def test_no_layer_is_lost(layers: int, stages: int) -> None:  # P8
         assert max(cut) - min(cut) <= 1, "equal layers are spread evenly, whatever their cost rounds to"
 
 
+def test_the_slowest_stage_counts_before_balance() -> None:
+    assert cut_stages([4, 3, 7, 1], 3) == (2, 1, 1), "4, 3, 8 has the smaller sum of squares, but a slower stage"
+
+
 def test_heavy_ends_get_fewer_layers() -> None:
     assert cut_stages([1.0] * 30, 4, 1.0, 1.0) == (7, 8, 8, 7)
     assert cut_stages([1.0] * 8, 2, 0.0, 2.0) == (5, 3)
