@@ -168,7 +168,7 @@ class SharedMemoryGroup(Group):
 
         def reserved() -> bool:
             nonlocal offset
-            offset = self._mine.reserve(operation, nbytes, lambda: min(ring.consumed for ring in self._others))
+            offset = self._mine.reserve(operation, nbytes, self._read_by_all)
             if offset is None and self._unfinished and self._arrived(self._unfinished[0][0]):
                 self._finish_first()
             return offset is not None
@@ -183,6 +183,10 @@ class SharedMemoryGroup(Group):
 
         self._unfinished.append((operation, finish))
         return operation
+
+    def _read_by_all(self) -> int:
+        # This rank counts too: it reads its own slot when it finishes, and may start the next operation before that.
+        return min(ring.consumed for ring in self._rings)
 
     def _arrived(self, operation: int) -> bool:
         return all(ring.published >= operation for ring in self._others)

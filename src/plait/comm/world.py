@@ -87,6 +87,12 @@ class World:
             self._groups[wanted] = self.partition("+".join(wanted), self.mesh.groups(wanted))
         return self._groups[wanted]
 
+    def shared(self, name: str, groups: Sequence[tuple[int, ...]]) -> Group:
+        """`partition`, made once for a ``name``."""
+        if (name,) not in self._groups:
+            self._groups[name,] = self.partition(name, groups)
+        return self._groups[name,]
+
     def partition(self, name: str, groups: Sequence[tuple[int, ...]]) -> Group:
         """Make the groups of an arbitrary partition of some ranks (collective over all ranks); returns this rank's own,
         or a group of one when it is in none."""

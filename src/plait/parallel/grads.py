@@ -1,0 +1,105 @@
+"""Where gradients go: `Slot`, one a parameter, a view of a flat fp32 buffer.
+
+Fused layers write their weight gradient straight into the slot (no temporary, no addition by autograd), and say so, so
+that the reduction of a bucket can start with its last contribution. `Deferred` holds weight-gradient work back for
+schedules that split the backward (zero bubble, Qi et al. 2023, arXiv:2401.10241).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import final
+
+import torch
+from torch import Tensor
+
+
+@final
+class Deferred:
+    """Weight-gradient work of one stage that waits for its W action; ``on`` while a B of a split backward runs."""
+
+    def __init__(self) -> None:
+        self.on = False
+        self._work: list[Callable[[], None]] = []
+
+    def add(self, work: Callable[[], None]) -> None:
+        self._work.append(work)
+
+    def take(self) -> list[Callable[[], None]]:
+        """What has been held back since the last call."""
+        work, self._work = self._work, []
+        return work
+
+
+@final
+class Slot:
+    """The gradient of one parameter on this rank, summed over microbatches in fp32.
+
+    ``uses``: contributions a microbatch brings (2 for a tied weight whose both ends are here).
+    """
+
+    def __init__(self, grad: Tensor, uses: int, ready: Callable[[], None], deferred: Deferred) -> None:
+        self.grad = grad
+        self._uses = uses
+        self._ready = ready
+        self._deferred = deferred
+        self._empty = True
+        self._armed = False
+        self._left = 0
+
+    def restart(self) -> None:
+        """A new step: the next contribution overwrites what is there."""
+        self._empty = True
+        self._armed = False
+
+    def arm(self) -> None:
+        """The last microbatch's backward begins: after ``uses`` more contributions the gradient is whole."""
+        self._armed = True
+        self._left = self._uses
+
+    def add_product(self, outer_NO: Tensor, inner_NI: Tensor) -> None:
+        """Add ``outer^T @ inner`` [O, I]: the weight gradient of a linear layer."""
+        if self._deferred.on:
+            self._deferred.add(lambda: self._add_product(outer_NO, inner_NI))
+        else:
+            self._add_product(outer_NO, inner_NI)
+
+    def _add_product(self, outer_NO: Tensor, inner_NI: Tensor) -> None:
+        if outer_NO.dtype != self.grad.dtype:
+            self.add(outer_NO.t() @ inner_NI)
+            return
+        if self._empty:
+            torch.mm(outer_NO.t(), inner_NI, out=self.grad)
+        else:
+            self.grad.addmm_(outer_NO.t(), inner_NI)
+        self._came()
+
+    def add(self, grad: Tensor) -> None:
+        """Add a gradient of the parameter's shape, of any dtype."""
+        if self._empty:
+            self.grad.copy_(grad)
+        else:
+            self.grad.add_(grad)
+        self._came()
+
+    def add_rows(self, index_N: Tensor, rows_ND: Tensor) -> None:
+        """Add row n to row ``index[n]`` of the gradient: an embedding's."""
+        if self._empty:
+            self.grad.zero_()
+        self.grad.index_add_(0, index_N, rows_ND.to(self.grad.dtype))
+        self._came()
+
+    def close(self) -> None:
+        """No contribution will come any more: a parameter that had none has gradient zero."""
+        if self._empty:
+            self.grad.zero_()
+            self._empty = False
+
+    def _came(self) -> None:
+        self._empty = False
+        if self._armed:
+            self._left -= 1
+            if self._left == 0:
+                self._ready()
+            # More uses than were counted would be lost to a reduction that has begun.
+            assert self._left >= 0, "a parameter got more gradient contributions than it has uses"

@@ -1,0 +1,112 @@
+"""Column and row parallel linear layers, with and without sequence parallel (Megatron-LM, arXiv:1909.08053, 2205.05198).
+
+Column: W[O_tp, I]. The input is identical on all ranks (or cut by rows, and gathered); the outputs are different columns.
+Row: W[O, I_tp]. The inputs are different columns; the products are summands, all-reduced (or reduce-scattered to rows).
+One rank is the case of a group of one. N rows, I inputs, O outputs.
+"""
+
+from __future__ import annotations
+
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from plait.comm.group import Group
+from plait.parallel.grads import Slot
+
+
+class Fused(nn.Module):
+    """A layer that writes the gradients of its own parameters into slots. Frozen parameters have none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.slots: dict[str, Slot] = {}
+
+
+class _Column(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_NI: Tensor, weight: Tensor, bias: Tensor | None, layer: ColumnLinear) -> Tensor:
+        ctx.save_for_backward(x_NI, weight)
+        ctx.layer = layer
+        whole_NI = layer.group.all_gather(x_NI).wait() if layer.sequence else x_NI
+        return F.linear(whole_NI, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad_NO: Tensor) -> tuple[Tensor | None, None, None, None]:  # type: ignore[override]
+        x_NI, weight = ctx.saved_tensors
+        layer: ColumnLinear = ctx.layer
+        grad_NO = grad_NO.contiguous()
+        slot = layer.slots.get("weight")
+        # Only this rank's rows were kept; the others' come while the input gradient is computed, and that one's
+        # reduction runs under the weight gradient.
+        gathering = layer.group.all_gather(x_NI) if layer.sequence and slot is not None else None
+        reducing = None
+        if ctx.needs_input_grad[0]:
+            grad_NI = grad_NO @ weight
+            reducing = layer.group.reduce_scatter(grad_NI) if layer.sequence else layer.group.all_reduce(grad_NI)
+        if slot is not None:
+            slot.add_product(grad_NO, x_NI if gathering is None else gathering.wait())
+        if "bias" in layer.slots:
+            layer.slots["bias"].add(grad_NO.sum(0))
+        return None if reducing is None else reducing.wait(), None, None, None
+
+
+@final
+class ColumnLinear(Fused):
+    """x [N, I] (or [N/tp, I] when ``sequence``) -> [N, O/tp], or a tuple of its ``sections``."""
+
+    def __init__(self, *, group: Group, sequence: bool, sections: tuple[int, ...] | None) -> None:
+        super().__init__()
+        self.group = group
+        self.sequence = sequence and group.size > 1
+        self.sections = sections
+        self.weight: nn.Parameter
+        self.bias: nn.Parameter | None
+
+    def forward(self, x_NI: Tensor) -> Tensor | tuple[Tensor, ...]:
+        out: Tensor = _Column.apply(x_NI, self.weight, self.bias, self)
+        return out if self.sections is None else torch.split(out, self.sections, dim=-1)
+
+
+class _Row(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_NI: Tensor, weight: Tensor, bias: Tensor | None, layer: RowLinear) -> Tensor:
+        ctx.save_for_backward(x_NI, weight)
+        ctx.layer = layer
+        out_NO = F.linear(x_NI, weight)
+        summing = layer.group.reduce_scatter(out_NO) if layer.sequence else layer.group.all_reduce(out_NO)
+        out_NO = summing.wait()
+        # After the sum: the bias counts once.
+        return out_NO if bias is None else out_NO.add_(bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad_NO: Tensor) -> tuple[Tensor | None, None, None, None]:  # type: ignore[override]
+        x_NI, weight = ctx.saved_tensors
+        layer: RowLinear = ctx.layer
+        grad_NO = grad_NO.contiguous()
+        gathering = layer.group.all_gather(grad_NO) if layer.sequence else None
+        if "bias" in layer.slots:
+            layer.slots["bias"].add(grad_NO.sum(0))
+        whole_NO = grad_NO if gathering is None else gathering.wait()
+        grad_NI = whole_NO @ weight if ctx.needs_input_grad[0] else None
+        if "weight" in layer.slots:
+            layer.slots["weight"].add_product(whole_NO, x_NI)
+        return grad_NI, None, None, None
+
+
+@final
+class RowLinear(Fused):
+    """x [N, I/tp] -> [N, O] (or [N/tp, O] when ``sequence``)."""
+
+    def __init__(self, *, group: Group, sequence: bool) -> None:
+        super().__init__()
+        self.group = group
+        self.sequence = sequence and group.size > 1
+        self.weight: nn.Parameter
+        self.bias: nn.Parameter | None
+
+    def forward(self, x_NI: Tensor) -> Tensor:
+        out: Tensor = _Row.apply(x_NI, self.weight, self.bias, self)
+        return out
