@@ -14,7 +14,7 @@ from plait.comm.group import Group
 from plait.comm.world import World
 from plait.core.legal import ModelShape, check
 from plait.core.plan import Plan, cut_stages
-from plait.core.shard import ShardSpec
+from plait.core.shard import Piece, ShardSpec, split
 from plait.models.batch import Batch
 from plait.models.config import ModelConfig, canonical_name
 from plait.models.decoder import Block, Decoder
@@ -232,7 +232,7 @@ def _replacement(form: Form, module: nn.Module, spec: ShardSpec, plan: Plan, wor
     if form is Form.COLUMN:
         sections = None
         if isinstance(module, SectionedLinear):
-            pieces = spec.pieces(world.mesh.sizes, world.at)
+            pieces = _pieces(spec, world)
             sections = tuple(piece.box[0][1] - piece.box[0][0] for piece in pieces) if spec.cuts else module.sections
         column = ColumnLinear(group=group, sequence=plan.sp, sections=sections)
         column.register_parameter("bias", None)
@@ -242,7 +242,7 @@ def _replacement(form: Form, module: nn.Module, spec: ShardSpec, plan: Plan, wor
         row.register_parameter("bias", None)
         return row
     if form is Form.VOCABULARY:
-        pieces = spec.pieces(world.mesh.sizes, world.at)
+        pieces = _pieces(spec, world)
         return VocabEmbedding(group=group, sequence=plan.sp, start=pieces[0].box[0][0])
     if form is Form.POSITIONS and plan.sp:
         return SequencePositions(group=group)
@@ -264,7 +264,7 @@ def _hold(
         name=name,
         spec=spec,
         shape=spec.local_shape(world.mesh.sizes, world.at),
-        pieces=spec.pieces(world.mesh.sizes, world.at),
+        pieces=_pieces(spec, world),
         stage=stage,
         tied=shared,
         counted=not shared or stage == 0,
@@ -275,14 +275,18 @@ def _hold(
     )
 
 
+def _pieces(spec: ShardSpec, world: World) -> tuple[Piece, ...]:
+    """The blocks of a tensor on this rank. Stages hold different tensors: ``pp`` is no axis that copies lie on."""
+    sizes = {axis: size for axis, size in world.mesh.sizes.items() if axis != "pp"}
+    return spec.pieces(sizes, world.at)
+
+
 def _put(root: nn.Module, path: str, module: nn.Module) -> None:
     parent, _, name = path.rpartition(".")
     setattr(root.get_submodule(parent), name, module)
 
 
 def _first_token(config: ModelConfig, world: World) -> int:
-    from plait.core.shard import split
-
     return split(config.vocab_size, world.mesh.tp, world.at["tp"])[0]
 
 
