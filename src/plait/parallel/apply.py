@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import final
 
 import torch
@@ -12,8 +11,8 @@ from torch import Tensor, nn
 
 from plait.comm.group import Group
 from plait.comm.world import World
-from plait.core.legal import ModelShape, check
-from plait.core.plan import Plan, cut_stages
+from plait.core.legal import check
+from plait.core.plan import Plan
 from plait.core.shard import Piece, ShardSpec, split
 from plait.models.batch import Batch
 from plait.models.config import ModelConfig, canonical_name
@@ -21,6 +20,7 @@ from plait.models.decoder import Block, Decoder
 from plait.models.init import WeightSource
 from plait.models.layers import Dropout, SectionedLinear
 from plait.parallel.grads import Deferred
+from plait.parallel.layout import build_schedule, model_shape, placement, stage_bounds, stage_layers
 from plait.parallel.linear import ColumnLinear, RowLinear
 from plait.parallel.pipeline import Executor, Stage
 from plait.parallel.recompute import RecomputedAttend, RecomputedBlock
@@ -28,52 +28,9 @@ from plait.parallel.rules import DATA_AXES, Form, rule_of, spec_of
 from plait.parallel.sequence import SequenceDropout, SequencePositions
 from plait.parallel.vocab import VocabCrossEntropy, VocabEmbedding
 from plait.parallel.zero import Held, Zero, holders
-from plait.schedule.check import check as check_schedule
-from plait.schedule.generate import forward_only, generate
 from plait.schedule.ir import Schedule
-from plait.schedule.lower import lower
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-
-
-def model_shape(config: ModelConfig) -> ModelShape:
-    """The numbers of a model that decide which plans are legal."""
-    return ModelShape(
-        num_layers=config.num_layers,
-        num_heads=config.num_heads,
-        num_kv_heads=config.num_kv_heads,
-        vocab_size=config.vocab_size,
-        ffn_size=config.ffn_size,
-        hidden_size=config.hidden_size,
-        max_positions=config.max_positions if config.positions == "learned" else 0,
-    )
-
-
-def stage_layers(config: ModelConfig, plan: Plan) -> tuple[int, ...]:
-    """Layers of each virtual stage: the plan's own, or balanced by matrix products (the head is worth its product)."""
-    if plan.stages is not None:
-        return plan.stages
-    hidden, heads = config.hidden_size, config.num_heads + 2 * config.num_kv_heads
-    attention = hidden * config.head_dim * (heads + config.num_heads)
-    layer = attention + hidden * config.ffn_size * (3 if config.activation == "swiglu" else 2)
-    return cut_stages([float(layer)] * config.num_layers, plan.stage_count, 0.0, float(config.vocab_size * hidden))
-
-
-def build_schedule(plan: Plan, microbatches: int, *, evaluation: bool = False) -> Schedule:
-    """The plan's schedule for ``microbatches``, lowered and checked; of forwards alone for an evaluation."""
-    named = _named_schedule(plan, microbatches)
-    if evaluation:
-        named = _forwards(named, microbatches) if plan.schedule_file else forward_only(plan.pp, microbatches, plan.virtual)
-    lowered = named if named.lowered else lower(named)
-    check_schedule(lowered, forward_only=evaluation)
-    return lowered
-
-
-def _named_schedule(plan: Plan, microbatches: int) -> Schedule:
-    if plan.schedule_file is None:
-        name = "1f1b" if plan.virtual == 1 and plan.schedule == "interleaved" else plan.schedule
-        return generate(name, ranks=plan.pp, microbatches=microbatches, virtual=plan.virtual)
-    return load_schedule(plan, microbatches)
 
 
 @final
@@ -125,8 +82,8 @@ def parallelize(model: Decoder, plan: Plan, world: World, *, weights: WeightSour
     check(plan, model_shape(config), world_size=world.mesh.world_size, global_batch=plan.dp * plan.micro, seq=plan.tp)
     source = weights if weights is not None else _ModelSource(model)
     layers = stage_layers(config, plan)
-    homes = _placement(plan)
-    bounds = [(sum(layers[:i]), sum(layers[: i + 1])) for i in range(len(layers))]
+    homes = placement(plan)
+    bounds = stage_bounds(layers)
     local = [index for index, home in enumerate(homes) if home == world.at["pp"]]
     deferred = {index: Deferred() for index in local}
     held: dict[str, Held] = {}
@@ -158,49 +115,6 @@ def take_part(model: Decoder, layers: tuple[int, int], *, first: bool, last: boo
     part.norm = model.norm if last else None
     part.head = model.head if last else None
     return part
-
-
-def load_schedule(plan: Plan, microbatches: int) -> Schedule:
-    """The plan's schedule file, which must be made for ``microbatches`` and the plan's ranks and stages."""
-    from plait.core.errors import ConfigError, PlanError
-
-    assert plan.schedule_file is not None
-    path = Path(plan.schedule_file)
-    try:
-        schedule = Schedule.parse(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"schedule file {path}: {error}") from error
-    for what, have, want in (
-        ("ranks", len(schedule.ranks), plan.pp),
-        ("stages", schedule.stages, plan.stage_count),
-        ("microbatches", schedule.microbatches, microbatches),
-    ):
-        if have != want:
-            raise PlanError(f"schedule file {path} is for {have} {what}, the plan needs {want}")
-    return schedule
-
-
-def _placement(plan: Plan) -> tuple[int, ...]:
-    """Pipeline rank of each virtual stage."""
-    if plan.schedule_file is None:
-        return tuple(stage % plan.pp for stage in range(plan.stage_count))
-    return Schedule.parse(Path(plan.schedule_file).read_text(encoding="utf-8")).placement
-
-
-def _forwards(schedule: Schedule, microbatches: int) -> Schedule:
-    """The forwards of a schedule from a file, stage by stage for each microbatch, on the same ranks."""
-    from plait.schedule.ir import Action, Kind
-
-    rows = tuple(
-        tuple(
-            Action(Kind.F, stage, microbatch)
-            for microbatch in range(microbatches)
-            for stage, home in enumerate(schedule.placement)
-            if home == rank
-        )
-        for rank in range(len(schedule.ranks))
-    )
-    return Schedule(name="forward", stages=schedule.stages, microbatches=microbatches, ranks=rows)
 
 
 def _cut(

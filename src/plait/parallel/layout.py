@@ -1,0 +1,120 @@
+"""Where a plan puts what: layers and parameters of each virtual stage, its rank, and the schedule. No torch.
+
+`parallelize` builds from these, and ``plait train --dry`` prints them, so that what is announced is what runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from plait.core.errors import ConfigError, PlanError
+from plait.core.legal import ModelShape
+from plait.core.plan import Plan, cut_stages
+from plait.models.config import ModelConfig, parameter_shapes
+from plait.schedule.check import check as check_schedule
+from plait.schedule.generate import forward_only, generate
+from plait.schedule.ir import Action, Kind, Schedule
+from plait.schedule.lower import lower
+
+
+def model_shape(config: ModelConfig) -> ModelShape:
+    """The numbers of a model that decide which plans are legal."""
+    return ModelShape(
+        num_layers=config.num_layers,
+        num_heads=config.num_heads,
+        num_kv_heads=config.num_kv_heads,
+        vocab_size=config.vocab_size,
+        ffn_size=config.ffn_size,
+        hidden_size=config.hidden_size,
+        max_positions=config.max_positions if config.positions == "learned" else 0,
+    )
+
+
+def stage_layers(config: ModelConfig, plan: Plan) -> tuple[int, ...]:
+    """Layers of each virtual stage: the plan's own, or balanced by matrix products (the head is worth its product)."""
+    if plan.stages is not None:
+        return plan.stages
+    hidden, heads = config.hidden_size, config.num_heads + 2 * config.num_kv_heads
+    attention = hidden * config.head_dim * (heads + config.num_heads)
+    layer = attention + hidden * config.ffn_size * (3 if config.activation == "swiglu" else 2)
+    return cut_stages([float(layer)] * config.num_layers, plan.stage_count, 0.0, float(config.vocab_size * hidden))
+
+
+def stage_bounds(layers: Sequence[int]) -> tuple[tuple[int, int], ...]:
+    """(first layer, layer behind the last) of each virtual stage."""
+    return tuple((sum(layers[:index]), sum(layers[: index + 1])) for index in range(len(layers)))
+
+
+def stage_parameters(config: ModelConfig, layers: Sequence[int]) -> list[list[str]]:
+    """Parameter names of each virtual stage, in forward order; a tied embedding is in the first and in the last."""
+    held: list[list[str]] = [[] for _ in layers]
+    for name in parameter_shapes(config):
+        part = name.partition(".")[0]
+        if part == "layers":
+            layer = int(name.split(".")[1])
+            stage = next(at for at, (first, stop) in enumerate(stage_bounds(layers)) if first <= layer < stop)
+            held[stage].append(name)
+        else:
+            held[0 if part == "embed" else -1].append(name)
+    if config.tied and len(layers) > 1:
+        held[-1].append("embed.tokens.weight")
+    return held
+
+
+def placement(plan: Plan) -> tuple[int, ...]:
+    """Pipeline rank of each virtual stage."""
+    if plan.schedule_file is None:
+        return tuple(stage % plan.pp for stage in range(plan.stage_count))
+    return _read_schedule(plan.schedule_file).placement
+
+
+def build_schedule(plan: Plan, microbatches: int, *, evaluation: bool = False) -> Schedule:
+    """The plan's schedule for ``microbatches``, lowered and checked; of forwards alone for an evaluation."""
+    if plan.schedule_file is None:
+        name = "1f1b" if plan.virtual == 1 and plan.schedule == "interleaved" else plan.schedule
+        named = generate(name, ranks=plan.pp, microbatches=microbatches, virtual=plan.virtual)
+        if evaluation:
+            named = forward_only(plan.pp, microbatches, plan.virtual)
+    else:
+        named = load_schedule(plan, microbatches)
+        if evaluation:
+            named = _forwards(named, microbatches)
+    lowered = named if named.lowered else lower(named)
+    check_schedule(lowered, forward_only=evaluation)
+    return lowered
+
+
+def load_schedule(plan: Plan, microbatches: int) -> Schedule:
+    """The plan's schedule file, which must be made for ``microbatches`` and the plan's ranks and stages."""
+    assert plan.schedule_file is not None
+    schedule = _read_schedule(plan.schedule_file)
+    for what, have, want in (
+        ("ranks", len(schedule.ranks), plan.pp),
+        ("stages", schedule.stages, plan.stage_count),
+        ("microbatches", schedule.microbatches, microbatches),
+    ):
+        if have != want:
+            raise PlanError(f"schedule file {plan.schedule_file} is for {have} {what}, the plan needs {want}")
+    return schedule
+
+
+def _read_schedule(file: str) -> Schedule:
+    try:
+        return Schedule.parse(Path(file).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"schedule file {file}: {error}") from error
+
+
+def _forwards(schedule: Schedule, microbatches: int) -> Schedule:
+    """The forwards of a schedule from a file, stage by stage for each microbatch, on the same ranks."""
+    rows = tuple(
+        tuple(
+            Action(Kind.F, stage, microbatch)
+            for microbatch in range(microbatches)
+            for stage, home in enumerate(schedule.placement)
+            if home == rank
+        )
+        for rank in range(len(schedule.ranks))
+    )
+    return Schedule(name="forward", stages=schedule.stages, microbatches=microbatches, ranks=rows)
