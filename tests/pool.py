@@ -69,7 +69,7 @@ class Pool:
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(["plait.parallel.apply"])
         self._workers: list[tuple[Any, Connection]] = []
-        self._folder = tempfile.TemporaryDirectory(prefix="plait-pool-")
+        self._folder = tempfile.TemporaryDirectory(prefix="plait-pool-", ignore_cleanup_errors=True)
         self._jobs = 0
 
     def _start(self, ranks: int) -> None:
@@ -125,3 +125,8 @@ class Pool:
         for process, _ in self._workers:
             process.join(5)
         self._workers.clear()
+
+    def end(self) -> None:
+        """`close`, and no next job."""
+        self.close()
+        self._folder.cleanup()

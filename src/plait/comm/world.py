@@ -69,6 +69,7 @@ class World:
             if size != mesh.world_size:
                 raise PlanError(f"the launcher started {size} ranks, the plan's mesh {mesh.sizes} needs {mesh.world_size}")
         assert rank is not None
+        store.set_timeout(patience)
         if mesh.world_size > 1:
             dist.init_process_group(
                 "nccl" if device.type == "cuda" else "gloo",
@@ -152,7 +153,13 @@ class World:
         else:
             descriptor = os.open(self._get(f"file/{key}", ranks[0]), os.O_RDWR)
         self._descriptors.append(descriptor)
-        return shared_memory.map_rings(len(ranks), descriptor)
+        rings = shared_memory.map_rings(len(ranks), descriptor)
+        # No member may leave, and take the file's name with it, before all have opened it.
+        if len(ranks) > 1:
+            if self._store.add(f"opened/{key}", 1) == len(ranks):
+                self._store.set(f"ready/{key}", "")
+            self._get(f"ready/{key}", ranks[0])
+        return rings
 
     def _connect(self, source: int, to: int) -> Ring:
         return self._rings(f"wire/{source}/{to}", (source,))[0]
