@@ -1,0 +1,289 @@
+"""What a run is made of: a `Config`, checked against the world it runs in, and the objects that follow from it.
+
+Nothing here imports torch before it is asked for samples, weights or the cut model: bad input is refused, and a plan
+shown, without it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from plait.core.config import Config, check_paths
+from plait.core.errors import ConfigError
+from plait.core.fields import nearest_names
+from plait.core.legal import check
+from plait.core.plan import Plan
+from plait.models.config import PRESETS, ModelConfig, parameter_shapes
+from plait.models.families import from_hf
+from plait.parallel.layout import build_schedule, model_shape
+from plait.train.launch import placed
+
+if TYPE_CHECKING:
+    import torch
+
+    from plait.comm.world import World
+    from plait.models.batch import Batch
+    from plait.models.init import WeightSource
+    from plait.parallel.apply import Parallel
+    from plait.train.data import Samples
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setup:
+    """A run that can work: ``plan`` has its dp, and was checked for ``model``, batch, sequence and world size."""
+
+    config: Config
+    model: ModelConfig
+    plan: Plan
+    world_size: int
+
+    @property
+    def dp(self) -> int:
+        """Copies of the model."""
+        assert self.plan.dp is not None
+        return self.plan.dp
+
+    @property
+    def share(self) -> int:
+        """Samples of a step that each copy of the model sees."""
+        return self.config.train.global_batch // self.dp
+
+    @property
+    def microbatches(self) -> int:
+        """Microbatches of a step on each copy."""
+        return self.share // self.plan.micro
+
+    def rows(self, dp_index: int) -> list[range]:
+        """Rows of the global batch in each microbatch of copy ``dp_index``."""
+        first, micro = dp_index * self.share, self.plan.micro
+        return [range(at, at + micro) for at in range(first, first + self.share, micro)]
+
+
+def prepare(config: Config, *, world_size: int | None = None) -> Setup:
+    """Everything about ``config`` that can be checked before a process starts.
+
+    ``world_size``: None is the launcher's, or else run.processes, or else what the plan needs. ConfigError for files
+    and model keys that do not fit, PlanError for a plan that cannot work.
+    """
+    check_paths(config)
+    model = model_config(config)
+    size = world_size if world_size is not None else _world_size(config)
+    seq = config.data.seq
+    check(config.plan, model_shape(model), world_size=size, global_batch=config.train.global_batch, seq=seq)
+    _check_vocabulary(config, model)
+    _check_frozen(config, model)
+    setup = Setup(config=config, model=model, plan=config.plan.resolve(size), world_size=size)
+    if config.plan.schedule_file is not None:
+        build_schedule(setup.plan, setup.microbatches)
+    return setup
+
+
+def model_config(config: Config) -> ModelConfig:
+    """The model that ``[model]`` describes: preset or Hugging Face folder, with the section's own keys over it."""
+    section = config.model
+    base: dict[str, Any] = {}
+    try:
+        if section.hf is not None:
+            base = from_hf(json.loads((section.hf / "config.json").read_text(encoding="utf-8"))).to_mapping()
+        elif section.preset is not None:
+            if section.preset not in PRESETS:
+                known = nearest_names(section.preset, PRESETS)
+                raise ConfigError(f"[model] preset = {section.preset!r}: no such preset; {known}")
+            base = PRESETS[section.preset].to_mapping()
+        if base and "head_dim" not in section.fields and {"hidden_size", "num_heads"} & set(section.fields):
+            base["head_dim"] = 0  # follows from the sizes that were given
+        return ModelConfig.from_mapping({**base, **section.fields})
+    except ConfigError:
+        raise
+    except (OSError, KeyError, TypeError, ValueError) as error:
+        source = f"{section.hf / 'config.json'}: " if section.hf is not None else ""
+        raise ConfigError(f"[model] {source}{error}") from error
+
+
+def claim_folder(config: Config) -> Config:
+    """``config`` with its run folder made, absolute, and this run's alone; ConfigError says what stands in the way."""
+    folder = config.run.dir or Path.cwd() / "runs" / time.strftime("%Y-%m-%d-%H%M%S")
+    named, number = folder, 1
+    while config.run.dir is None and folder.exists():
+        number += 1
+        folder = named.with_name(f"{named.name}-{number}")
+    taken = [name for name in ("config.toml", "metrics.jsonl", "weights") if (folder / name).exists()]
+    if taken:
+        raise ConfigError(f"run.dir = {folder} already holds a run ({taken[0]}): name another folder, or remove it")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe = folder / f".{os.getpid()}.tmp"
+        probe.write_bytes(b"")
+        probe.unlink()
+    except OSError as error:
+        raise ConfigError(f"run.dir = {folder} cannot be written: {error.strerror}") from error
+    return dataclasses.replace(config, run=dataclasses.replace(config.run, dir=Path(os.path.abspath(folder))))
+
+
+def open_samples(setup: Setup) -> Samples:
+    """The samples of the run. Text is made into tokens once and kept in the cache folder."""
+    from plait.train.data import Samples, TokenFile
+
+    config, model = setup.config, setup.model
+    file = TokenFile.open(_token_path(config))
+    if file.vocab_size > model.vocab_size:
+        raise ConfigError(
+            f"{file.path} has a vocabulary of {file.vocab_size}, the model one of {model.vocab_size}: "
+            f"set model.vocab_size={file.vocab_size}, or take tokens made for this model"
+        )
+    return Samples(
+        file,
+        seq=config.data.seq,
+        global_batch=config.train.global_batch,
+        seed=config.train.seed,
+        shuffle=config.data.shuffle,
+        held_out=config.data.held_out,
+        separator=config.data.separator,
+        vocab_size=model.vocab_size,
+    )
+
+
+def weight_source(setup: Setup) -> WeightSource:
+    """Where the first weights come from: the Hugging Face folder, or drawn by (seed, name)."""
+    from plait.checkpoint.hf import HFFolder
+    from plait.models.init import InitSource
+
+    hf = setup.config.model.hf
+    if hf is None:
+        return InitSource(setup.model, setup.config.train.seed)
+    folder = HFFolder(hf)
+    have, want = parameter_shapes(folder.config), parameter_shapes(setup.model)
+    wrong = [name for name in want if have.get(name) != want[name]]
+    if wrong:
+        raise ConfigError(
+            f"[model] its keys make {wrong[0]} {list(want[wrong[0]])}, {hf} holds {list(have.get(wrong[0], ()))}: "
+            "leave the sizes to the folder"
+        )
+    return folder
+
+
+def build(setup: Setup, world: World) -> Parallel:
+    """The model on this rank, cut and filled."""
+    import torch
+
+    from plait.models.decoder import Decoder
+    from plait.parallel.apply import parallelize
+
+    with torch.device("meta"):
+        model = Decoder(setup.model, seed=setup.config.train.seed)
+    for name in frozen_names(setup.config, setup.model):
+        model.get_parameter(name).requires_grad_(False)
+    return parallelize(model, setup.plan, world, weights=weight_source(setup))
+
+
+def frozen_names(config: Config, model: ModelConfig) -> list[str]:
+    """Parameters that ``train.freeze`` names."""
+    patterns = config.train.freeze
+    return [name for name in parameter_shapes(model) if any(fnmatchcase(name, pattern) for pattern in patterns)]
+
+
+def microbatches(setup: Setup, samples: Samples, step: int, dp_index: int, device: torch.device) -> list[Batch]:
+    """The microbatches of ``step`` on copy ``dp_index``, in order."""
+    return [to_device(samples.batch(step, rows), device) for rows in setup.rows(dp_index)]
+
+
+def to_device(batch: Batch, device: torch.device) -> Batch:
+    """``batch`` with its tensors on ``device``."""
+    return dataclasses.replace(
+        batch,
+        tokens_BT=batch.tokens_BT.to(device),
+        targets_BT=batch.targets_BT.to(device),
+        sample_B=batch.sample_B.to(device),
+        positions_BT=None if batch.positions_BT is None else batch.positions_BT.to(device),
+        documents_BT=None if batch.documents_BT is None else batch.documents_BT.to(device),
+    )
+
+
+def _world_size(config: Config) -> int:
+    place = placed()
+    if place is not None:
+        return place.world_size
+    plan = config.plan
+    # A plan with a size below 1 is refused by name afterwards, whatever stands here.
+    return config.run.processes or max(1, plan.tp * plan.pp * plan.cp * (plan.dp or 1))
+
+
+def _check_vocabulary(config: Config, model: ModelConfig) -> None:
+    """What can be known of the data's vocabulary without reading it."""
+    data, size = config.data, 256
+    if data.tokens is not None:
+        try:
+            size = int(json.loads(data.tokens.with_suffix(".json").read_text(encoding="utf-8"))["vocab_size"])
+        except (OSError, ValueError, KeyError, TypeError):
+            return  # `open_samples` says what is wrong with the file
+    elif data.text is not None and data.tokenizer != "bytes":
+        return
+    if size > model.vocab_size:
+        source = data.tokens or f"text as {data.tokenizer}"
+        raise ConfigError(
+            f"[data] {source} has a vocabulary of {size}, the model one of {model.vocab_size}: "
+            f"set model.vocab_size={size}, or take data made for this model"
+        )
+    if data.separator is not None and data.separator >= model.vocab_size:
+        raise ConfigError(f"[data] separator = {data.separator}: the model's tokens are 0 .. {model.vocab_size - 1}")
+
+
+def _check_frozen(config: Config, model: ModelConfig) -> None:
+    names = list(parameter_shapes(model))
+    for pattern in config.train.freeze:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            raise ConfigError(f"[train] freeze: {pattern!r} names no parameter; {nearest_names(pattern, names)}")
+    if len(frozen_names(config, model)) == len(names):
+        raise ConfigError("[train] freeze leaves nothing to train")
+
+
+def _token_path(config: Config) -> Path:
+    from plait.train.data import default_tokens, encode_text
+
+    data = config.data
+    if data.tokens is not None:
+        return data.tokens
+    cache = _cache_folder(config)
+    if data.text is None:
+        return default_tokens(cache)
+    path = cache / f"{data.text.stem}-{_fingerprint((data.text, data.tokenizer))}.bin"
+    if not path.exists():
+        encode_text([data.text], path, data.tokenizer)
+    return path
+
+
+def _cache_folder(config: Config) -> Path:
+    """Where tokens made from text are kept: the user's cache, or the run folder where there is none to write in."""
+    home = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    cache = Path(home) / "plait"
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        if os.access(cache, os.W_OK):
+            return cache
+    except OSError:
+        pass
+    if config.run.dir is None:
+        raise ConfigError(f"{cache} cannot be written: set XDG_CACHE_HOME, or run.dir, to a folder for the tokens")
+    return config.run.dir
+
+
+def _fingerprint(sources: Sequence[Path | str]) -> str:
+    """Changes when a source file changes: of its path, size and time of modification."""
+    import hashlib
+
+    facts = []
+    for source in sources:
+        if os.path.exists(source):
+            state = os.stat(source)
+            facts.append(f"{source} {state.st_size} {state.st_mtime_ns}")
+        else:
+            facts.append(str(source))
+    return hashlib.blake2b("\n".join(facts).encode(), digest_size=6).hexdigest()
