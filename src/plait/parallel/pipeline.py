@@ -110,6 +110,7 @@ class Executor:
                 book.doing = f"{action.kind} of stage {action.stage}, microbatch {action.microbatch}"
                 if action.kind in (Kind.F, Kind.B, Kind.W):
                     book.phase = action.kind.value
+                    self._await_input(action, step)  # before the span begins: standing still is no compute
                     begin = perf_counter()
                     self._compute(action, step, homes, split=action.stage in schedule.splits)
                     sink(COMPUTE, action.kind.value, str(action), begin, perf_counter())
@@ -168,14 +169,17 @@ class Executor:
         found = flight.source.grad if flight.source.grad is not None else torch.zeros_like(flight.source)
         step.handed[_handover(Kind.SEND_B, stage.index, -1, homes, microbatch)] = found
 
+    def _await_input(self, action: Action, step: _Step) -> None:
+        """Wait for what another rank sends to ``action``, if anything."""
+        key = (Kind.RECV_F if action.kind is Kind.F else Kind.RECV_B, action.stage, action.microbatch)
+        if action.kind is not Kind.W and key in step.arriving:
+            step.handed[key] = step.arriving.pop(key).wait()
+
     def _arrived(self, kind: Kind, stage: int, microbatch: int, step: _Step) -> Tensor:
         key = (kind, stage, microbatch)
-        if key in step.handed:
-            return step.handed.pop(key)
-        pending = step.arriving.pop(key, None)
-        if pending is None:
+        if key not in step.handed:
             raise ScheduleError(f"stage {stage} has no input for microbatch {microbatch}: the list has no {kind} for it")
-        return pending.wait()
+        return step.handed.pop(key)
 
     def _communicate(self, action: Action, step: _Step, homes: tuple[int, ...]) -> None:
         stage, microbatch, kind = self._stages[action.stage], action.microbatch, action.kind

@@ -62,7 +62,7 @@ class Worker:
 
     def connect(self, mesh: Mesh) -> World:
         """Join the ranks of ``mesh``; PlanError when the launcher started another number of them."""
-        from torch.distributed import TCPStore
+        import torch.distributed as dist
 
         from plait.comm.world import World
 
@@ -74,7 +74,8 @@ class Worker:
         host, port = place.address
         patience = timedelta(seconds=self.timeout)
         try:
-            store = TCPStore(host, port, place.world_size, is_master=place.rank == 0, timeout=patience)
+            meeting = dist.rendezvous(f"tcp://{host}:{port}", place.rank, place.world_size, timeout=patience)
+            store, _, _ = next(iter(meeting))
         except (RuntimeError, ValueError) as error:
             raise RankError(
                 f"rank {place.rank} cannot reach rank 0 at {host}:{port}: {error}; set MASTER_ADDR and MASTER_PORT"
