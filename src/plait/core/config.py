@@ -199,9 +199,25 @@ def load(path: Path | None, overrides: Sequence[str] = ()) -> Config:
     Raises ConfigError for a file that cannot be read, bad TOML (with its line), unknown sections and keys, wrong types
     and values out of range.
     """
-    values: dict[str, dict[str, Any]] = {section: {} for section in SECTIONS}
     here = Path.cwd()
     tables, folder = (DEFAULT, here) if path is None else (_read(path), Path(os.path.abspath(path)).parent)
+    return _config(tables, overrides, path, folder, here)
+
+
+def loads(text: str) -> Config:
+    """Inverse of `dump`; raises as `load` does."""
+    try:
+        tables = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"not valid TOML: {error}") from error
+    here = Path.cwd()
+    return _config(tables, (), None, here, here)
+
+
+def _config(
+    tables: Mapping[str, Mapping[str, object]], overrides: Sequence[str], path: Path | None, folder: Path, here: Path
+) -> Config:
+    values: dict[str, dict[str, Any]] = {section: {} for section in SECTIONS}
     for section, table in tables.items():
         _known_section(section, f"{path}: ")
         if not isinstance(table, Mapping):
@@ -229,7 +245,7 @@ def load(path: Path | None, overrides: Sequence[str] = ()) -> Config:
 
 
 def dump(config: Config) -> str:
-    """TOML of every key that is set; `load` reads it back equal."""
+    """TOML of every key that is set; `loads` reads it back equal."""
     blocks = []
     for section in SECTIONS:
         lines = _model_lines(config.model) if section == "model" else toml_lines(getattr(config, section))

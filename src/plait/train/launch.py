@@ -62,7 +62,7 @@ class Worker:
 
     def connect(self, mesh: Mesh) -> World:
         """Join the ranks of ``mesh``; PlanError when the launcher started another number of them."""
-        import torch.distributed as dist
+        from torch.distributed.rendezvous import rendezvous
 
         from plait.comm.world import World
 
@@ -74,7 +74,7 @@ class Worker:
         host, port = place.address
         patience = timedelta(seconds=self.timeout)
         try:
-            meeting = dist.rendezvous(f"tcp://{host}:{port}", place.rank, place.world_size, timeout=patience)
+            meeting = rendezvous(f"tcp://{host}:{port}", place.rank, place.world_size, timeout=patience)
             store, _, _ = next(iter(meeting))
         except (RuntimeError, ValueError) as error:
             raise RankError(
