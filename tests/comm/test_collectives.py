@@ -1,6 +1,6 @@
 """The typed table, row by row, against autograd in one process that holds every rank's tensor.
 
-One process can say what a type means. The *slots* of n ranks are n tensors on one autograd tape, and the *logical* value
+One process can say what a type means. The *slots* of n ranks are n tensors on one autograd tape, the *logical* value
 behind them is what the rest of the program thinks of:
 
 R, I  every slot is the logical value x: slot_r = x
@@ -55,7 +55,9 @@ def represented(kind: Type, value: Tensor, size: int) -> list[Tensor]:
     return list(value.chunk(size)) if kind is Type.V else [value] * size
 
 
-def meaning(collective: Collective, size: int, seed: int) -> tuple[list[Tensor], list[Tensor], list[Tensor], list[Tensor]]:
+def meaning(
+    collective: Collective, size: int, seed: int
+) -> tuple[list[Tensor], list[Tensor], list[Tensor], list[Tensor]]:
     """(inputs, outputs, gradients given, gradients wanted) of the ranks, by autograd on one tape."""
     generator = torch.Generator().manual_seed(seed)
     inputs = slots_of(collective.source, size, generator)
@@ -122,7 +124,9 @@ def test_table_equals_autograd_in_one_process(pool: Pool, size: int, transport: 
             torch.testing.assert_close(torch.from_numpy(row["grad"]), wanted[rank], rtol=1e-12, atol=1e-12, msg=told)
             moved = {("F", collective.forward), ("B", collective.backward)}
             expected = {
-                ("tp", move, phase): WIRE[move](size, row["whole"]) for phase, move in moved if move not in ("keep", "slice")
+                ("tp", move, phase): WIRE[move](size, row["whole"])
+                for phase, move in moved
+                if move not in ("keep", "slice")
             }
             assert row["bytes"] == expected, told
 
@@ -142,7 +146,11 @@ def test_a_wrong_arrow_is_seen(pool: Pool) -> None:
 
     for right, backward in ((ENTER, "keep"), (GATHER, "slice"), (COLLECT, "reduce_scatter")):
         wrong = Collective(
-            name="wrong", source=right.source, target=right.target, forward=right.forward, backward=backward  # type: ignore[arg-type]
+            name="wrong",
+            source=right.source,
+            target=right.target,
+            forward=right.forward,
+            backward=backward,  # type: ignore[arg-type]
         )
         number = TABLE.index(right)
         grads = pool.run(2, run_replaced, 2, wrong, number)

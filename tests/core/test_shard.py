@@ -1,4 +1,4 @@
-"""`ShardSpec`: pieces cover every element as often as stated, one holder owns each, local boxes tile the local tensor."""
+"""`ShardSpec`: pieces cover every element as often as stated, one holder owns each, local boxes tile the local one."""
 
 from __future__ import annotations
 
@@ -122,7 +122,9 @@ def test_copies_are_partial_where_the_spec_says(layout: Layout) -> None:
 
 def test_every_shard_holds_its_part_of_each_section() -> None:
     """Case P28: q|k|v with 4, 2, 2 heads of 3 on tp=2: rows of each, not a run of all."""
-    spec = ShardSpec(shape=(24, 5), cuts=(Cut(axis="tp", dim=0, sections=(Section(size=12), Section(size=6), Section(size=6))),))
+    spec = ShardSpec(
+        shape=(24, 5), cuts=(Cut(axis="tp", dim=0, sections=(Section(size=12), Section(size=6), Section(size=6))),)
+    )
     boxes = [[piece.box[0] for piece in spec.pieces({"tp": 2}, {"tp": rank})] for rank in (0, 1)]
     assert boxes == [[(0, 6), (12, 15), (18, 21)], [(6, 12), (15, 18), (21, 24)]]
     assert [piece.local[0] for piece in spec.pieces({"tp": 2}, {"tp": 1})] == [(0, 6), (6, 9), (9, 12)]

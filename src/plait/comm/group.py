@@ -26,10 +26,6 @@ class SpanSink(Protocol):
     def __call__(self, stream: str, kind: str, name: str, start: float, end: float, bytes: int = 0, /) -> None: ...
 
 
-def _idle() -> None:
-    """Nothing to move on with."""
-
-
 def _nowhere(stream: str, kind: str, name: str, start: float, end: float, bytes: int = 0, /) -> None:
     """A sink for spans nobody asked for."""
 
@@ -46,8 +42,8 @@ class Book:
     """F, B or step: the third key of the ledger."""
     doing: str = ""
     """The logical cause of a wait, such as ``RECV_F of stage 2, microbatch 5``."""
-    progress: Callable[[], None] = _idle
-    """Called while waiting: lets queued messages leave, so that two waiting ranks never block each other."""
+    progress: list[Callable[[], None]] = field(default_factory=list)
+    """Called while waiting: what can be sent or finished meanwhile is, so that waiting ranks never block each other."""
 
 
 @final

@@ -14,6 +14,7 @@ from __future__ import annotations
 import mmap
 import os
 import platform
+import sys
 import time
 from collections import deque
 from collections.abc import Callable
@@ -55,7 +56,8 @@ def wait_until(ready: Callable[[], bool], book: Book, cause: Callable[[], str]) 
             return
     begin = time.monotonic()
     while not ready():
-        book.progress()
+        for move_on in book.progress:
+            move_on()
         waited = time.monotonic() - begin
         if waited > book.timeout:
             raise RankError(f"{cause()}, for {book.timeout:g} s")
@@ -155,6 +157,7 @@ class SharedMemoryGroup(Group):
         self._others = [ring for index, ring in enumerate(rings) if index != self.index]
         self._operation = 0
         self._unfinished: deque[tuple[int, Callable[[], None]]] = deque()
+        book.progress.append(self._finish_arrived)
 
     @property
     def device(self) -> torch.device:
@@ -169,8 +172,8 @@ class SharedMemoryGroup(Group):
         def reserved() -> bool:
             nonlocal offset
             offset = self._mine.reserve(operation, nbytes, self._read_by_all)
-            if offset is None and self._unfinished and self._arrived(self._unfinished[0][0]):
-                self._finish_first()
+            if offset is None:
+                self._finish_arrived()
             return offset is not None
 
         wait_until(reserved, self.book, lambda: self._cause(name, operation - 1, consumed=True))
@@ -200,18 +203,21 @@ class SharedMemoryGroup(Group):
         doing = f" in {self.book.doing}" if self.book.doing else ""
         return f"rank {self.book.rank} waits for {name} over {self.axis}{doing}; missing: ranks {late} of {list(self.ranks)}"
 
-    def _finish_first(self) -> None:
-        operation, finish = self._unfinished.popleft()
-        finish()
-        self._mine.consume(operation)
+    def _finish_arrived(self, last: int = sys.maxsize) -> None:
+        """Finish what all have published, up to operation ``last``: they may need its room while this rank waits."""
+        while self._unfinished and self._unfinished[0][0] <= last and self._arrived(self._unfinished[0][0]):
+            operation, finish = self._unfinished.popleft()
+            finish()
+            self._mine.consume(operation)
+
+    def _ended(self, operation: int) -> bool:
+        self._finish_arrived(operation)
+        return not self._unfinished or self._unfinished[0][0] > operation
 
     def _finisher(self, name: str, operation: int, result: Tensor) -> Callable[[], Tensor]:
         def finish() -> Tensor:
             # Operations end in the order they began: consumed counters say "everything up to here".
-            while self._unfinished and self._unfinished[0][0] <= operation:
-                first = self._unfinished[0][0]
-                wait_until(partial(self._arrived, first), self.book, partial(self._cause, name, first))
-                self._finish_first()
+            wait_until(lambda: self._ended(operation), self.book, partial(self._cause, name, operation))
             return result
 
         return finish
@@ -324,7 +330,7 @@ class SharedMemoryWire:
         self._connect = connect
         self._channels: dict[tuple[int, int], _Channel] = {}
         self._queue: deque[tuple[_Channel, Tensor]] = deque()
-        book.progress = self._push
+        book.progress.append(self._push)
 
     def _channel(self, source: int, to: int) -> _Channel:
         key = (source, to)
@@ -359,11 +365,11 @@ class SharedMemoryWire:
         return Pending(finish, self._book, "recv pp")
 
     def flush(self) -> None:
-        """Return when every message has left this rank."""
+        """Return when every message has left this rank, to a receiver that is there: this one may leave then."""
 
         def empty() -> bool:
             self._push()
-            return not self._queue
+            return not self._queue and all(channel.met for channel in self._channels.values())
 
         wait_until(empty, self._book, lambda: f"rank {self._book.rank} waits for its messages to be read")
 
@@ -388,6 +394,11 @@ class _Channel:
         self._ring.publish(operation, offset, part.nbytes)
         self._sent = operation
         return True
+
+    @property
+    def met(self) -> bool:
+        """Whether the reader has been seen, if anything was written."""
+        return self._sent == 0 or self._ring.consumed > 0
 
     def expect(self, parts: list[Tensor]) -> int:
         """Queue buffers for what comes next; returns the number of the last part."""

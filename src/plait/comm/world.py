@@ -104,7 +104,7 @@ class World:
         if not shared:
             for ranks in groups:
                 if len(ranks) > 1:
-                    group = dist.new_group(list(ranks))
+                    group = dist.new_group(list(ranks), timeout=timedelta(seconds=self.book.timeout))
                     made = group if self.rank in ranks else made
         if len(mine) == 1:
             return Alone(name, self.book, self.device)

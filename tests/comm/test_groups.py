@@ -1,0 +1,368 @@
+"""Groups and messages over both transports, against sums and concatenations of the same tensors in one process."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+from plait.comm import shared_memory
+from plait.comm.group import Group, Pending
+from plait.comm.world import World
+from plait.core.errors import RankError
+from plait.core.mesh import Mesh
+from tests.pool import Connect, Pool
+
+TRANSPORTS = ("auto", "gloo")
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int64)
+OPERATIONS = ("all_reduce", "max", "reduce_scatter", "all_gather", "all_to_all", "broadcast")
+SMALL_RING, SMALL_CHUNK = 1 << 14, 1 << 11
+"""Bytes. Rings this small are full and wrap around all the time."""
+
+
+@contextmanager
+def rings_of(ring: int, chunk: int) -> Iterator[None]:
+    """Other sizes of shared memory in this process: set the same on all ranks, before the first group."""
+    before = shared_memory.RING, shared_memory.CHUNK
+    shared_memory.RING, shared_memory.CHUNK = ring, chunk
+    try:
+        yield
+    finally:
+        shared_memory.RING, shared_memory.CHUNK = before
+
+
+def tensors(size: int, rows: int, dtype: torch.dtype, seed: int) -> list[Tensor]:
+    """One tensor [rows, 3] a rank. Small whole numbers: their sums are exact in every dtype and order."""
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(-8, 9, (rows, 3), generator=generator).to(dtype) for _ in range(size)]
+
+
+@dataclass
+class Case:
+    """One operation: its start, and what this rank must get."""
+
+    text: str
+    start: Callable[[], Pending]
+    wanted: Tensor
+
+
+def case(group: Group, operation: str, part: int, dtype: torch.dtype, seed: int, *, inside: bool = False) -> Case:
+    """``part``: rows of the smallest part. ``inside``: results in place, as ZeRO's buffers are used."""
+    size, index = group.size, group.index
+    rows = part if operation in ("all_gather", "broadcast", "all_reduce", "max") else part * size
+    inputs = tensors(size, rows, dtype, seed)
+    total = torch.stack(inputs).sum(0).to(dtype)
+    x = inputs[index].clone()
+    text = f"{operation} of {part} rows of {dtype} over {group.axis}, inside={inside}"
+    if operation == "all_reduce":
+        return Case(text, lambda: group.all_reduce(x), total)
+    if operation == "max":
+        return Case(text, lambda: group.all_reduce(x, "max"), torch.stack(inputs).amax(0))
+    if operation == "broadcast":
+        source = seed % size
+        return Case(text, lambda: group.broadcast(x, source), inputs[source])
+    if operation == "all_to_all":
+        return Case(text, lambda: group.all_to_all(x), torch.cat([one.chunk(size)[index] for one in inputs]))
+    if operation == "reduce_scatter":
+        own = slice(index * part, (index + 1) * part)
+        return Case(text, lambda: group.reduce_scatter(x, out=x[own] if inside else None), total[own])
+    whole = torch.full((size * rows, 3), -99).to(dtype)
+    own = slice(index * rows, (index + 1) * rows)
+    if inside:
+        whole[own] = x
+        return Case(text, lambda: group.all_gather(whole[own], out=whole), torch.cat(inputs))
+    return Case(text, lambda: group.all_gather(x), torch.cat(inputs))
+
+
+def verify(one: Case, result: Tensor) -> None:
+    assert result.dtype == one.wanted.dtype, one.text
+    assert torch.equal(result, one.wanted), one.text
+
+
+# Every operation
+
+
+def run_operations(connect: Connect, size: int, transport: str) -> int:
+    group = connect(Mesh(tp=size), transport=transport).group("tp")
+    seed = 0
+    for operation in OPERATIONS:
+        for dtype in DTYPES:
+            for part in (0, 1, 2, 17, 333):
+                for inside in (False, True) if operation in ("reduce_scatter", "all_gather") else (False,):
+                    if part == 0 and transport == "gloo":
+                        continue
+                    seed += 1
+                    one = case(group, operation, part, dtype, seed, inside=inside)
+                    verify(one, one.start().wait())
+    return seed
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_every_operation_equals_one_process(pool: Pool, size: int, transport: str) -> None:
+    assert min(pool.run(size, run_operations, size, transport)) > 100
+
+
+# Long tensors, many in flight
+
+
+def run_in_flight(connect: Connect, size: int, ring: int, chunk: int, rows: list[int], seed: int) -> None:
+    with rings_of(ring, chunk):
+        group = connect(Mesh(tp=size)).group("tp")
+        shuffle = random.Random(seed)
+        for number in range(12):
+            batch = []
+            for _ in range(shuffle.randint(1, 5)):
+                operation, dtype = shuffle.choice(OPERATIONS), shuffle.choice(DTYPES)
+                part, inside = shuffle.choice(rows), shuffle.random() < 0.5
+                batch.append(case(group, operation, part, dtype, seed * 100 + number, inside=inside))
+            pending = [(one, one.start()) for one in batch]
+            shuffle.shuffle(pending)
+            for one, operation_under_way in pending:
+                result = operation_under_way.wait()
+                verify(one, result)
+                assert operation_under_way.wait() is result
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_operations_longer_than_a_chunk_and_a_ring_wait_in_any_order(pool: Pool, size: int) -> None:
+    for seed in range(3):
+        pool.run(size, run_in_flight, size, SMALL_RING, SMALL_CHUNK, [0, 1, 50, 200, 683, 3000], seed)
+
+
+def run_real_sizes(connect: Connect) -> None:
+    group = connect(Mesh(tp=2)).group("tp")
+    rows = shared_memory.RING // 4 // 3 + 1000
+    batch = [
+        case(group, name, part, torch.float32, 5) for name, part in (("all_reduce", rows), ("all_gather", rows // 8))
+    ]
+    for one, pending in [(one, one.start()) for one in batch]:
+        verify(one, pending.wait())
+
+
+def test_a_tensor_longer_than_the_real_ring(pool: Pool) -> None:
+    pool.run(2, run_real_sizes)
+
+
+# Two groups and messages at once
+
+
+def run_interleaved(connect: Connect, seed: int, transport: str, steps: int) -> int:
+    """The same random program on all ranks of a 2 x 2 mesh, with waits at other places on each."""
+    with rings_of(SMALL_RING, SMALL_CHUNK):
+        world = connect(Mesh(dp=2, tp=2), transport=transport, timeout=15.0)
+        groups = [world.group("tp"), world.group("dp"), world.group("dp", "tp")]
+        program = random.Random(seed)
+        mine = random.Random(1000 * seed + world.rank)
+        under_way: list[tuple[Case, Pending]] = []
+        for step in range(steps):
+            operation, dtype = program.choice(OPERATIONS), program.choice(DTYPES)
+            part, which, inside = program.choice([1, 7, 100, 400]), program.choice(groups), program.random() < 0.5
+            source, to = program.sample(range(4), 2)
+            if program.random() < 0.3:
+                message = tensors(1, part, dtype, seed * 10_000 + step)[0]
+                if world.rank == source:
+                    world.wire.send(message, to)
+                elif world.rank == to:
+                    arriving = world.wire.recv(torch.empty_like(message), source)
+                    under_way.append((Case(f"message {step}", lambda arriving=arriving: arriving, message), arriving))
+            else:
+                one = case(which, operation, part, dtype, seed * 10_000 + step, inside=inside)
+                under_way.append((one, one.start()))
+            while under_way and (len(under_way) > 6 or mine.random() < 0.5):
+                one, pending = under_way.pop(mine.randrange(len(under_way)))
+                verify(one, pending.wait())
+        mine.shuffle(under_way)
+        for one, pending in under_way:
+            verify(one, pending.wait())
+        world.wire.flush()
+        world.group("dp", "tp").barrier()
+    return steps
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_random_interleavings_of_groups_and_messages(pool: Pool, seed: int) -> None:
+    assert pool.run(4, run_interleaved, seed, "auto", 300) == [300] * 4
+
+
+# Bits
+
+
+def run_bits(connect: Connect, size: int) -> list[bytes]:
+    group = connect(Mesh(tp=size)).group("tp")
+    generator = torch.Generator().manual_seed(group.index)
+    rows = []
+    for dtype in (torch.float32, torch.bfloat16):
+        x = (torch.randn(5000, generator=generator) * 10 ** torch.randn(5000, generator=generator)).to(dtype)
+        whole = group.all_reduce(x.clone()).wait()
+        if x.numel() % size == 0:
+            part = group.reduce_scatter(x.clone()).wait()
+            assert torch.equal(part, whole.chunk(size)[group.index]), "the same sums by another operation"
+        rows.append(whole.float().numpy().tobytes())
+    return rows
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_all_ranks_get_the_same_bits_every_time(pool: Pool, size: int) -> None:
+    first, second = pool.run(size, run_bits, size), pool.run(size, run_bits, size)
+    assert all(rows == first[0] for rows in first + second)
+
+
+# Failures
+
+
+def failure(action: Callable[[], object]) -> tuple[str, float]:
+    """The message of the RankError of ``action``, and after how many seconds it came."""
+    begin = time.monotonic()
+    try:
+        action()
+    except RankError as error:
+        return str(error), time.monotonic() - begin
+    return "no error", time.monotonic() - begin
+
+
+def run_disagree(connect: Connect, how: str) -> str:
+    world = connect(Mesh(tp=2), timeout=5.0)
+    group, other = world.group("tp"), 1 - world.rank
+    rows = 4 + 2 * world.rank
+    if how == "message":
+        # What this rank expects is what it sends: the other sends another size.
+        world.wire.send(torch.ones(rows), other)
+        pending = world.wire.recv(torch.empty(rows), other)
+        group.barrier()
+    else:
+        starts = {"all_reduce": group.all_reduce, "reduce_scatter": group.reduce_scatter}
+        pending = starts[how](torch.ones(rows))
+    return failure(pending.wait)[0]
+
+
+@pytest.mark.parametrize("how", ["all_reduce", "reduce_scatter", "message"])
+def test_sizes_that_disagree_are_an_error_not_garbage(pool: Pool, how: str) -> None:
+    for rank, told in enumerate(pool.run(2, run_disagree, how)):
+        mine, theirs = (16, 24) if rank == 0 else (24, 16)
+        assert f"a message of {theirs} bytes came where one of {mine} was expected" in told
+
+
+def run_missing(connect: Connect, transport: str, what: str, timeout: float) -> tuple[str, float]:
+    world = connect(Mesh(dp=1, tp=3), transport=transport, timeout=timeout)
+    group = world.group("tp")
+    group.barrier()
+    world.book.doing = "B of stage 2, microbatch 5"
+    if world.rank == 1:
+        time.sleep(2.0 * timeout)
+        return "late", 0.0
+    if what == "recv" and world.rank == 0:
+        return failure(lambda: world.wire.recv(torch.empty(4), 1).wait())
+    return failure(lambda: group.all_reduce(torch.ones(4)).wait())
+
+
+@pytest.mark.parametrize("what", ["all_reduce", "recv"])
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_rank_that_never_comes_is_named_within_the_time_out(pool: Pool, transport: str, what: str) -> None:
+    timeout = 1.5
+    told, _, other = pool.run(3, run_missing, transport, what, timeout)
+    for message, seconds in (told, other):
+        assert seconds < 1.6 * timeout
+        assert "B of stage 2, microbatch 5" in message
+        assert f"{timeout:g} s" in message
+    assert "rank 0" in told[0]
+    if what == "recv":
+        assert "from rank 1" in told[0]
+    else:
+        assert "over tp" in told[0]
+        expected = "missing: ranks [1] of [0, 1, 2]" if transport == "auto" else "with ranks [0, 1, 2]"
+        assert expected in told[0]
+
+
+# Messages
+
+
+def run_flood(connect: Connect, transport: str, count: int, rows: int, *, both: bool) -> int:
+    with rings_of(SMALL_RING, SMALL_CHUNK):
+        world = connect(Mesh(pp=2), transport=transport)
+        other = 1 - world.rank
+        sent = [tensors(2, rows + number % 3, torch.float32, number) for number in range(count)]
+        if world.rank == 0 or both:
+            for message in sent:
+                world.wire.send(message[world.rank], other)
+        if world.rank == 1 and not both:
+            time.sleep(0.3)
+        if world.rank == 1 or both:
+            arriving = [world.wire.recv(torch.empty_like(message[other]), other) for message in sent]
+            order = list(range(count))
+            random.Random(world.rank).shuffle(order)
+            for number in order:
+                assert torch.equal(arriving[number].wait(), sent[number][other])
+        world.wire.flush()
+        world.group("pp").barrier()
+        return count
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("both", [False, True])
+def test_more_messages_than_a_ring_holds(pool: Pool, transport: str, both: bool) -> None:
+    """The receiver is late, or both send everything before they receive anything: neither may deadlock."""
+    assert pool.run(2, _flood, transport, both) == [150, 150]
+
+
+def _flood(connect: Connect, transport: str, both: bool) -> int:
+    return run_flood(connect, transport, 150, 300, both=both)
+
+
+def run_long_message(connect: Connect) -> bool:
+    with rings_of(SMALL_RING, SMALL_CHUNK):
+        world = connect(Mesh(pp=2))
+        (message,) = tensors(1, 50_000, torch.float32, 3)
+        if world.rank == 0:
+            world.wire.send(message, 1)
+            world.wire.flush()
+        same = world.rank == 0 or torch.equal(world.wire.recv(torch.empty_like(message), 0).wait(), message)
+        world.group("pp").barrier()
+        return same
+
+
+def test_a_message_longer_than_the_ring(pool: Pool) -> None:
+    assert pool.run(2, run_long_message) == [True, True]
+
+
+# Groups
+
+
+def run_alone(connect: Connect) -> bool:
+    world = World.alone()
+    group = world.group("tp")
+    x = torch.ones(3)
+    results = [
+        group.all_reduce(x),
+        group.reduce_scatter(x),
+        group.all_gather(x),
+        group.all_to_all(x),
+        group.broadcast(x),
+    ]
+    return all(pending.wait() is x for pending in results) and not world.book.ledger.bytes
+
+
+def test_a_group_of_one_sends_nothing(pool: Pool) -> None:
+    assert pool.run(1, run_alone) == [True]
+
+
+def run_membership(connect: Connect, transport: str) -> tuple[list[tuple[int, ...]], list[float]]:
+    world = connect(Mesh(pp=2, tp=2), transport=transport)
+    groups = [world.group("tp"), world.group("pp"), world.group("pp", "tp"), world.shared("pair", [(0, 3)])]
+    sums = [float(group.all_reduce(torch.tensor([1.0 + world.rank])).wait()) for group in groups]
+    assert world.group("tp") is groups[0]
+    return [group.ranks for group in groups], sums
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_groups_follow_the_mesh_and_partitions(pool: Pool, transport: str) -> None:
+    found = pool.run(4, run_membership, transport)
+    assert found[0] == ([(0, 1), (0, 2), (0, 1, 2, 3), (0, 3)], [3.0, 4.0, 10.0, 5.0])
+    assert found[3] == ([(2, 3), (1, 3), (0, 1, 2, 3), (0, 3)], [7.0, 6.0, 10.0, 5.0])
+    assert found[1][0][3] == (1,)
