@@ -1,0 +1,153 @@
+"""What every step is measured by: each rank's spans and counters, brought together in one collective a step."""
+
+from __future__ import annotations
+
+import os
+import resource
+import socket
+import sys
+from collections.abc import Mapping
+from time import perf_counter
+from typing import final
+
+import torch
+from torch import Tensor
+
+from plait.core.events import COMM, COMPUTE, Bubble, Event, bubble
+from plait.models.config import flops_per_token
+from plait.parallel.apply import Parallel
+from plait.schedule.simulate import Cost, simulate
+from plait.telemetry.record import Recorder
+from plait.train.exchange import gather_json
+from plait.train.run import Setup
+
+AXES = ("pp", "dp", "cp", "tp", "world")
+"""Keys of ``comm_bytes``; ``world``: what all ranks share, such as the loss and these numbers themselves."""
+_HOME = {"pp+dp+cp+tp": "world", "dp+cp": "dp", "tie": "pp"}
+"""Group -> the axis that its bytes are booked on; ``tp/2``, part of an axis, goes to the axis."""
+
+PEAK_FLOPS: Mapping[str, tuple[float, float | None]] = {
+    "NVIDIA B200": (2250e12, None),
+    "NVIDIA H200": (989.4e12, 66.9e12),
+    "NVIDIA H100 80GB HBM3": (989.4e12, 66.9e12),
+    "NVIDIA H100 PCIe": (756e12, 51.2e12),
+    "NVIDIA A100": (312e12, 19.5e12),
+    "NVIDIA L40S": (362e12, 91.6e12),
+    "NVIDIA L4": (121e12, 30.3e12),
+}
+"""Start of a device's name -> dense (bf16 tensor core, fp32) operations a second, of NVIDIA's data sheets."""
+
+
+def device_facts(setup: Setup, device: torch.device) -> dict[str, object]:
+    """What ``device.json`` says: the device, and the peak that ``mfu`` is measured against (null: unknown)."""
+    if device.type == "cpu":
+        facts: dict[str, object] = {"device": "cpu", "threads_per_rank": torch.get_num_threads()}
+        return facts | {"cores": os.cpu_count(), "peak_flops": None, "peak_source": "no published peak for this CPU"}
+    name = torch.cuda.get_device_name(device)
+    known = [peaks for start, peaks in PEAK_FLOPS.items() if name.startswith(start)]
+    peak = known[0][0 if setup.plan.precision == "bf16" else 1] if known else None
+    source = "NVIDIA's data sheet, dense" if peak else "no peak in plait's table for this device and precision"
+    return {"device": name, "precision": setup.plan.precision, "peak_flops": peak, "peak_source": source}
+
+
+@final
+class Meter:
+    """Turns a step's spans, times and bytes of all ranks into a row of ``metrics.jsonl``."""
+
+    def __init__(self, setup: Setup, parallel: Parallel, recorder: Recorder, peak_flops: float | None) -> None:
+        self._setup = setup
+        self._parallel = parallel
+        self._recorder = recorder
+        self._world = parallel.world
+        self._peak = peak_flops
+        self._begin = 0.0
+        self._flops = flops_per_token(setup.model, setup.config.data.seq)
+        self._origin = self._common_origin()
+
+    def start(self) -> None:
+        """A step begins."""
+        self._recorder.clear()
+        self._world.book.ledger.clear()
+        self._begin = perf_counter()
+
+    def finish(self, *, step: int, loss: float, grad_norm: float, lr: float) -> dict[str, object]:
+        """The step has ended on this rank: its row, the same on every rank. Collective over all ranks."""
+        seconds = perf_counter() - self._begin
+        everyone = self._world.group("pp", "dp", "cp", "tp")
+        rows = everyone.all_gather(self._numbers(seconds)).wait().cpu().view(everyone.size, -1)
+        scalars, sent, stages = rows[:, :6], rows[:, 6 : 6 + len(AXES)], rows[:, 6 + len(AXES) :]
+        compute, first, last, waited, took, memory = scalars.unbind(1)
+        step_time = float(took.max())
+        tokens = self._setup.config.train.global_batch * self._setup.config.data.seq
+        measured = Bubble(compute=float(compute.sum()), ranks=len(rows), makespan=float(last.max() - first.min()))
+        # On a GPU the host's spans are those of launches, which say nothing of when the work is done.
+        timed = self._world.device.type == "cpu"
+        rate, size = tokens / step_time, self._world.mesh.world_size
+        used = {*(axis for axis, count in self._world.mesh.sizes.items() if count > 1), "world"}
+        return {
+            "step": step,
+            "loss": loss,
+            "grad_norm": grad_norm,
+            "lr": lr,
+            "tokens": tokens,
+            "step_time_s": step_time,
+            "tokens_per_s": rate,
+            "tokens_per_s_per_device": rate / size,
+            "bubble_rate": measured.rate if timed else None,
+            "bubble_rate_predicted": self._predicted(stages.sum(0)) if timed else None,
+            "comm_fraction": float((waited / took).mean()) if timed else None,
+            "comm_bytes": {axis: int(count) for axis, count in zip(AXES, sent.sum(0), strict=True) if axis in used},
+            "memory_peak_bytes": [int(size) for size in memory],
+            "mfu": None if self._peak is None else rate * self._flops / (size * self._peak),
+        }
+
+    def events(self) -> list[Event]:
+        """The last step's spans of all ranks, on one clock. Collective over all ranks."""
+        mine = [
+            (event.stream, event.kind, event.name, event.start - self._origin, event.end - self._origin, event.bytes)
+            for event in self._recorder.events()
+        ]
+        return [
+            Event(rank=rank, stream=str(stream), kind=str(kind), name=str(name), start=start, end=end, bytes=size)
+            for rank, spans in enumerate(gather_json(self._world, mine))
+            for stream, kind, name, start, end, size in spans  # type: ignore[attr-defined]
+        ]
+
+    def _common_origin(self) -> float:
+        """What to subtract from this rank's clock: nothing on one host, which has one; else all start at a barrier."""
+        hosts = gather_json(self._world, socket.gethostname())
+        self._world.group("pp", "dp", "cp", "tp").barrier()
+        return perf_counter() if len(set(map(str, hosts))) > 1 else 0.0
+
+    def _numbers(self, seconds: float) -> Tensor:
+        """float64: compute, first start, last end, waiting, step seconds, memory; bytes by `AXES`; stages' F B W."""
+        spans = self._recorder.events()
+        compute = [span for span in spans if span.stream == COMPUTE]
+        first = min((span.start for span in compute), default=float("inf")) - self._origin
+        last = max((span.end for span in compute), default=float("-inf")) - self._origin
+        waited = sum(span.end - span.start for span in spans if span.stream == COMM)
+        numbers = [sum(span.end - span.start for span in compute), first, last, waited, seconds, self._memory()]
+        sent = dict.fromkeys(AXES, 0)
+        for group, count in self._world.book.ledger.by_axis().items():
+            sent[_HOME.get(group) or group.partition("/")[0]] += count
+        stages = torch.zeros(self._setup.plan.stage_count, 3, 2, dtype=torch.float64)
+        for span in compute:
+            stage, kind = int(span.name.partition(span.kind)[0]), "FBW".index(span.kind)
+            stages[stage, kind] += torch.tensor([span.end - span.start, 1.0])
+        everything = torch.cat([torch.tensor([*numbers, *sent.values()], dtype=torch.float64), stages.flatten()])
+        return everything.to(self._world.device)
+
+    def _memory(self) -> int:
+        """Peak bytes of this rank so far: of the GPU's allocator, or of the process."""
+        if self._world.device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self._world.device)
+        # ru_maxrss is in bytes on macOS, in KiB elsewhere (getrusage(2)).
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+    def _predicted(self, sums: Tensor) -> float:
+        """Bubble of the same schedule on paper, with the mean cost of each stage's actions in this step."""
+        per_stage = sums.view(-1, 3, 2)
+        means = (per_stage[..., 0] / per_stage[..., 1].clamp_min(1)).tolist()
+        costs = [Cost(forward=f, backward=b, weight=w) for f, b, w in means]
+        schedule = self._parallel.schedule(self._setup.microbatches)
+        return bubble(simulate(schedule, costs), len(schedule.ranks)).rate
