@@ -46,11 +46,9 @@ class Progress:
         self._eval: float | None = None
 
     def __enter__(self) -> Progress:
-        if self._shown and not self._json:
-            self._console.print(self._head())
-            if self._console.is_terminal:
-                self._live = Live(Text("starting"), console=self._console, auto_refresh=False)
-                self._live.start()
+        if self._shown and not self._json and self._console.is_terminal:
+            self._live = Live(Text("first step"), console=self._console, auto_refresh=False)
+            self._live.start()
         return self
 
     def __exit__(
@@ -117,18 +115,7 @@ class Progress:
             _cell("communication", _percent(row["comm_fraction"])),
             *([] if row["mfu"] is None else [_cell("MFU", _percent(row["mfu"]))]),
         )
-        return Group(bar, cells, speeds, _cell("memory", _memory(row["memory_peak_bytes"])))
-
-    def _head(self) -> Text:
-        setup = self._setup
-        folder = setup.config.run.dir
-        head = Text.assemble(
-            ("plait ", "bold"),
-            f"{setup.model.family}, {parameter_count(setup.model):,} parameters · ",
-            (str(setup.plan), "bold cyan"),
-            f" · {setup.world_size} {'rank' if setup.world_size == 1 else 'ranks'}",
-        )
-        return head if folder is None else head.append(f"\n{_short(folder)}", "dim")
+        return Group(bar, cells, speeds, _cell("memory a rank", _memory(row["memory_peak_bytes"])))
 
     def _line(self) -> str:
         row = self._row
@@ -159,6 +146,18 @@ class Progress:
         for command, meaning in found:
             lines.append(f"\n  {command:{width}}", "cyan").append(f"   {meaning}")
         return lines
+
+
+def heading(setup: Setup) -> Text:
+    """What is about to run, and where."""
+    head = Text.assemble(
+        ("plait ", "bold"),
+        f"{setup.model.family}, {parameter_count(setup.model):,} parameters · ",
+        (str(setup.plan) or "one rank", "bold cyan"),
+        f" · {setup.world_size} {'rank' if setup.world_size == 1 else 'ranks'}",
+    )
+    folder = setup.config.run.dir
+    return head if folder is None else head.append(f"\n{_short(folder)}", "dim")
 
 
 def sparkline(values: list[float], width: int) -> str:

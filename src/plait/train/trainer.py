@@ -9,6 +9,7 @@ from pathlib import Path
 from time import perf_counter
 
 import torch
+from rich.console import Console
 
 from plait.comm.world import World
 from plait.core.config import Config, dump, loads
@@ -20,7 +21,7 @@ from plait.train.exchange import gather_json, write_weights
 from plait.train.launch import Worker, launch, placed
 from plait.train.measure import Meter, device_facts
 from plait.train.optimizer import learning_rate
-from plait.train.progress import Progress
+from plait.train.progress import Progress, heading
 from plait.train.run import Setup, build, claim_folder, microbatches, open_samples, prepare, to_device
 
 
@@ -35,6 +36,8 @@ def start(config: Config, *, as_json: bool = False) -> None:
     if place is None or place.rank == 0:
         config = claim_folder(config)
         setup = dataclasses.replace(setup, config=config)
+        if not as_json:
+            Console(highlight=False).print(heading(setup), soft_wrap=True)
         open_samples(setup)  # text becomes tokens once, and data that cannot serve is refused here
     launch(
         "plait.train.trainer:run_rank",
