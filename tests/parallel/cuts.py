@@ -1,8 +1,25 @@
-"""Runs a plan beside one process: gradients of every parameter, loss, norm, and weights after steps of AdamW."""
+"""Runs a plan beside one process: gradients of every parameter, losses, norms, and weights after steps of AdamW.
+
+**Tolerance.** In fp32 a cut changes nothing but the order of additions (of rows over dp and microbatches, of products
+over tp). A sum of n terms in another order differs by about sqrt(n) u of its size, u = 2^-24 = 6e-8 (Higham 2002,
+section 4.2); with n up to 128 rows x 67 tokens that is 5e-6, and layers add up as sqrt(layers) at most. So losses,
+norms and gradients are held to 1e-5 relative; what is seen is below 1e-6.
+
+**AdamW.** Its step is lr m / (sqrt(v) + eps): where a gradient is smaller than its own rounding noise, the step's
+sign is noise. One such gradient is in every model with a key bias: the same bias on all keys of a query shifts every
+score alike and softmax ignores that, so its true gradient is zero. With eps = 1e-8 those entries walk at random; both
+sides here use eps = 1e-4, far above the noise (1e-9), so that a difference d in a gradient moves a weight by lr d /
+eps = 10 d at most. With noise d of 1e-6 of a gradient of 1e-3, ten steps make 1e-7, 5e-6 relative of a weight of
+0.02. The learning rate is 1e-3: at 1e-2, half of the initial weights' deviation a step, training itself is chaotic,
+and one process that adds its own batch in four parts ends 1e-2 away from itself in the norm.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
+import math
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,25 +27,36 @@ from torch import Tensor
 
 from plait.core.plan import Plan
 from plait.models.batch import IGNORE, Batch
-from plait.models.config import PRESETS, ModelConfig
+from plait.models.config import PRESETS, ModelConfig, parameter_shapes
 from plait.models.decoder import Decoder
 from plait.models.init import InitSource, initialise
 from plait.parallel.apply import Parallel, parallelize
-from tests.pool import Connect
+from tests.pool import Connect, Pool
 
 SEQ = 16
 GLOBAL_BATCH = 8
+TOLERANCE = 1e-5
+WEIGHTS_TOLERANCE = 5e-6
 
 LLAMA = dataclasses.replace(
     PRESETS["tiny"], hidden_size=32, num_layers=4, num_heads=4, num_kv_heads=2, head_dim=8, ffn_size=48, vocab_size=67
 )
 GPT2 = dataclasses.replace(
-    PRESETS["gpt2-tiny"], hidden_size=32, num_layers=4, num_heads=4, num_kv_heads=4, head_dim=8, ffn_size=64,
-    vocab_size=67, max_positions=32, dropout=0.1,
+    PRESETS["gpt2-tiny"],
+    hidden_size=32,
+    num_layers=4,
+    num_heads=4,
+    num_kv_heads=4,
+    head_dim=8,
+    ffn_size=64,
+    vocab_size=67,
+    max_positions=32,
+    dropout=0.1,
 )
 
 
 def models() -> dict[str, ModelConfig]:
+    """One of each kind; the names say whether the head is the embedding."""
     return {
         "llama": dataclasses.replace(LLAMA, tied=False),
         "llama-tied": dataclasses.replace(LLAMA, tied=True),
@@ -38,23 +66,43 @@ def models() -> dict[str, ModelConfig]:
     }
 
 
-def global_batch(config: ModelConfig, step: int, *, masked: bool = True, documents: bool = False) -> Batch:
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """What both sides do. ``empty``: samples at the end of the batch whose targets are all masked."""
+
+    steps: int = 1
+    documents: bool = False
+    freeze: tuple[str, ...] = ()
+    """Parts of names of parameters that do not train."""
+    skip: int | None = None
+    """A layer that is not run: its parameters get no gradient at all."""
+    seq: int = SEQ
+    empty: int = 0
+    transport: str = "auto"
+
+
+def global_batch(config: ModelConfig, step: int, run: Run | None = None) -> Batch:
     """A batch whose samples have different numbers of unmasked targets (case P1)."""
+    run = run or Run()
     generator = torch.Generator().manual_seed(1000 + step)
-    tokens = torch.randint(0, config.vocab_size, (GLOBAL_BATCH, SEQ + 1), generator=generator)
+    tokens = torch.randint(0, config.vocab_size, (GLOBAL_BATCH, run.seq + 1), generator=generator)
     targets = tokens[:, 1:].clone()
-    if masked:
-        lengths = torch.randint(1, SEQ + 1, (GLOBAL_BATCH,), generator=generator)
-        targets[torch.arange(SEQ)[None] >= lengths[:, None]] = IGNORE
+    lengths = torch.randint(1, run.seq + 1, (GLOBAL_BATCH,), generator=generator)
+    targets[torch.arange(run.seq)[None] >= lengths[:, None]] = IGNORE
+    targets[GLOBAL_BATCH - run.empty :] = IGNORE
     positions = numbers = None
-    if documents:
-        ends = torch.rand((GLOBAL_BATCH, SEQ), generator=generator) < 0.25
+    if run.documents:
+        ends = torch.rand((GLOBAL_BATCH, run.seq), generator=generator) < 0.25
         numbers = ends.long().cumsum(1)
-        starts = torch.where(ends, torch.arange(SEQ), 0).cummax(1).values
-        positions = torch.arange(SEQ)[None] - starts
+        starts = torch.where(ends, torch.arange(run.seq), 0).cummax(1).values
+        positions = torch.arange(run.seq)[None] - starts
     return Batch(
-        tokens_BT=tokens[:, :-1].contiguous(), targets_BT=targets, sample_B=torch.arange(GLOBAL_BATCH) + step * GLOBAL_BATCH,
-        step=step, positions_BT=positions, documents_BT=numbers,
+        tokens_BT=tokens[:, :-1].contiguous(),
+        targets_BT=targets,
+        sample_B=torch.arange(GLOBAL_BATCH) + step * GLOBAL_BATCH,
+        step=step,
+        positions_BT=positions,
+        documents_BT=numbers,
     )
 
 
@@ -70,6 +118,7 @@ def rows(batch: Batch, index: slice) -> Batch:
 
 
 def microbatches(batch: Batch, plan: Plan, dp_index: int) -> list[Batch]:
+    """A data rank's share of the batch."""
     assert plan.dp is not None
     share = GLOBAL_BATCH // plan.dp
     begin = dp_index * share
@@ -80,99 +129,160 @@ def count(batch: Batch) -> int:
     return int((batch.targets_BT != IGNORE).sum())
 
 
-def groups(parallel: Parallel, lr: float) -> torch.optim.AdamW:
-    decay, rest = parallel.zero.optimizer_groups()
-    kinds = [{"params": decay, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}]
-    return torch.optim.AdamW([kind for kind in kinds if kind["params"]], lr=lr, fused=True)
+def _frozen(name: str, run: Run) -> bool:
+    return any(part in name for part in run.freeze)
 
 
-def cut_run(connect: Connect, text: str, config: ModelConfig, steps: int, options: dict[str, Any]) -> dict[str, Any]:
-    """On one rank: losses, norms, first-step gradients and final weights as (name, pieces of local tensor)."""
-    plan = Plan.parse(text)
-    size = options["world"]
-    plan = plan.resolve(size)
-    world = connect(plan.mesh(size), transport=options.get("transport", "auto"))
+def build(connect: Connect, text: str, world_size: int, config: ModelConfig, run: Run) -> tuple[Parallel, Plan]:
+    """The cut model of one rank, filled."""
+    plan = Plan.parse(text).resolve(world_size)
+    world = connect(plan.mesh(world_size), transport=run.transport)
     with torch.device("meta"):
         model = Decoder(config, seed=7)
     for name, parameter in model.named_parameters():
-        parameter.requires_grad_(not any(part in name for part in options.get("freeze", ())))
+        parameter.requires_grad_(not _frozen(name, run))
     parallel = parallelize(model, plan, world, weights=InitSource(config, 3))
-    optimizer = groups(parallel, 1e-2)
+    for stage in parallel.stages:
+        assert isinstance(stage.module, Decoder)
+        _skip(stage.module, run)
+    return parallel, plan
+
+
+def _skip(model: Decoder, run: Run) -> None:
+    if run.skip is not None and str(run.skip) in model.layers:
+        model.layers[str(run.skip)].forward = lambda h_ND, rope, batch: h_ND  # type: ignore[method-assign]
+
+
+def adamw(decay: list[Any], rest: list[Any]) -> torch.optim.AdamW:
+    kinds = [{"params": decay, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}]
+    return torch.optim.AdamW([kind for kind in kinds if kind["params"]], lr=1e-3, eps=1e-4)
+
+
+def cut_run(connect: Connect, text: str, world_size: int, config: ModelConfig, run: Run) -> dict[str, Any]:
+    """On one rank: losses, norms, first-step gradients and final weights as rows for `assemble`."""
+    parallel, plan = build(connect, text, world_size, config, run)
+    world = parallel.world
+    optimizer = adamw(*parallel.zero.optimizer_groups())
     losses, norms, grads = [], [], []
-    for step in range(steps):
-        batch = global_batch(config, step, documents=options.get("documents", False))
+    for step in range(run.steps):
+        batch = global_batch(config, step, run)
         loss = parallel.forward_backward(microbatches(batch, plan, world.at["dp"]), count(batch))
         losses.append(float(loss))
         square = parallel.share_loss(torch.zeros(()), parallel.zero.square_norm())[1]
         norms.append(float(square.sqrt()))
         if step == 0:
-            grads = [_row(one, start, part, world.at) for one, start, part in parallel.zero.gradients()]
-        parallel.zero.scale_gradients(min(1.0, 1.0 / norms[-1]))
+            grads = [_row(one, start, part) for one, start, part in parallel.zero.gradients()]
+        parallel.zero.scale_gradients(min(1.0, 1.0 / (norms[-1] + 1e-6)))
         optimizer.step()
         parallel.zero.publish()
-    weights = [_row(one, 0, view.reshape(-1), world.at) for one, view, _ in parallel.zero.parameters()]
-    return {"losses": losses, "norms": norms, "grads": grads, "weights": weights}
+    weights = [_row(one, 0, view.reshape(-1)) for one, view, _ in parallel.zero.parameters()]
+    state = sum(value.numel() for kept in optimizer.state.values() for value in kept.values() if value.dim())
+    return {
+        "losses": losses,
+        "norms": norms,
+        "grads": grads,
+        "weights": weights,
+        "state": state,
+        "bytes": dict(world.book.ledger.bytes),
+    }
 
 
-def _row(one: Any, start: int, part: Tensor, at: dict[str, int]) -> tuple[Any, ...]:
+def _row(one: Any, start: int, part: Tensor) -> tuple[Any, ...]:
+    # A copy, because pools send arrays, not torch's shared memory.
     return one.name, one.shape, [(piece.box, piece.local) for piece in one.pieces], start, part.float().numpy().copy()
 
 
-def assemble(config: ModelConfig, results: list[list[tuple[Any, ...]]]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Whole tensors from what the ranks hold, and how often each element was given; all givers must agree."""
-    from plait.models.config import parameter_shapes
-
-    whole = {name: torch.full(shape, float("nan")) for name, shape in parameter_shapes(config).items()}
-    seen = {name: torch.zeros(shape) for name, shape in parameter_shapes(config).items()}
-    for rank_rows in results:
-        locals_: dict[str, tuple[Any, Tensor]] = {}
-        for name, shape, pieces, start, values in rank_rows:
-            if name not in locals_:
-                size = int(torch.tensor(shape).prod()) if shape else 1
-                locals_[name] = (pieces, torch.full((size,), float("nan")))
-            locals_[name][1][start : start + len(values)] = torch.from_numpy(values)
-        for name, (pieces, flat) in locals_.items():
-            shape = next(row[1] for row in rank_rows if row[0] == name)
-            local = flat.view(shape)
+def assemble(config: ModelConfig, results: list[list[tuple[Any, ...]]]) -> dict[str, Tensor]:
+    """Whole tensors from what the ranks hold (NaN where nobody holds anything); all copies must be bitwise equal."""
+    whole = {name: torch.full(shape, math.nan) for name, shape in parameter_shapes(config).items()}
+    for rank, rank_rows in enumerate(results):
+        local: dict[str, Tensor] = {}
+        for name, shape, _, start, values in rank_rows:
+            flat = local.setdefault(name, torch.full((math.prod(shape),), math.nan))
+            flat[start : start + len(values)] = torch.from_numpy(values)
+        for name, shape, pieces, _, _ in rank_rows:
             for box, inside in pieces:
-                block = local[tuple(slice(*edge) for edge in inside)]
+                block = local[name].view(shape)[tuple(slice(*edge) for edge in inside)]
                 target = whole[name][tuple(slice(*edge) for edge in box)]
                 have = ~block.isnan()
                 both = have & ~target.isnan()
-                torch.testing.assert_close(target[both], block[both], rtol=1e-4, atol=1e-6, msg=f"copies of {name} differ")
+                assert torch.equal(target[both], block[both]), f"the copy of {name} on rank {rank} differs from another"
                 target[have] = block[have]
-                seen[name][tuple(slice(*edge) for edge in box)] += have.float()
-    return whole, seen
+    return whole
 
 
-def one_process(config: ModelConfig, steps: int, options: dict[str, Any]) -> dict[str, Any]:
+@functools.cache
+def one_process(config: ModelConfig, run: Run) -> dict[str, Any]:
     """The reference: the plain model, torch's autograd, clipping and AdamW on whole tensors."""
     model = Decoder(config, seed=7)
     initialise(model, InitSource(config, 3))
+    _skip(model, run)
     for name, parameter in model.named_parameters():
-        parameter.requires_grad_(not any(part in name for part in options.get("freeze", ())))
+        parameter.requires_grad_(not _frozen(name, run))
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    optimizer = torch.optim.AdamW(
-        [
-            {"params": [p for p in named.values() if p.dim() >= 2], "weight_decay": 0.1},
-            {"params": [p for p in named.values() if p.dim() < 2], "weight_decay": 0.0},
-        ],
-        lr=1e-2,
-    )
+    optimizer = adamw([p for p in named.values() if p.dim() >= 2], [p for p in named.values() if p.dim() < 2])
     losses, norms, grads = [], [], {}
-    for step in range(steps):
-        batch = global_batch(config, step, documents=options.get("documents", False))
-        logits = model(None, batch)
-        loss = model.loss(logits, batch.targets_BT.flatten()) / count(batch)
+    for step in range(run.steps):
+        batch = global_batch(config, step, run)
+        real = rows(batch, slice(0, GLOBAL_BATCH - run.empty))
+        loss = model.loss(model(None, real), real.targets_BT.flatten()) / count(batch)
         optimizer.zero_grad()
         loss.backward()
+        for parameter in named.values():
+            # A parameter without a gradient counts as one of zero, and its weight decays like the others.
+            parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
         losses.append(float(loss.detach()))
         if step == 0:
             grads = {name: p.grad.clone() for name, p in named.items() if p.grad is not None}
         norms.append(float(torch.nn.utils.clip_grad_norm_(list(named.values()), 1.0)))
         optimizer.step()
-    return {"losses": losses, "norms": norms, "grads": grads, "weights": {n: p.detach() for n, p in model.named_parameters()}}
+    weights = {name: p.detach().clone() for name, p in model.named_parameters()}
+    return {"losses": losses, "norms": norms, "grads": grads, "weights": weights}
 
 
 def relative(a: Tensor, b: Tensor) -> float:
-    return float((a - b).norm() / b.norm().clamp_min(1e-12))
+    """|a - b| / |b|; infinite where a has a NaN (an element that nobody holds)."""
+    error = float((a - b).detach().norm() / b.detach().norm().clamp_min(1e-12))
+    return math.inf if math.isnan(error) else error
+
+
+@dataclass(kw_only=True)
+class Errors:
+    """The largest relative differences from the reference."""
+
+    loss: float
+    norm: float
+    grad: tuple[float, str]
+    weight: tuple[float, str]
+
+
+def differences(config: ModelConfig, results: list[dict[str, Any]], wanted: dict[str, Any]) -> Errors:
+    """How far the ranks' results are from one process. Every rank must have the same losses and norms."""
+    for result in results:
+        assert result["losses"] == results[0]["losses"], "ranks disagree on the loss"
+        assert result["norms"] == results[0]["norms"], "ranks disagree on the norm"
+
+    def largest(key: str) -> float:
+        pairs = zip(results[0][key], wanted[key], strict=True)
+        return max((abs(a - b) / abs(b) for a, b in pairs), default=0.0)
+
+    def worst(key: str) -> tuple[float, str]:
+        whole = assemble(config, [result[key] for result in results])
+        return max(((relative(whole[name], value), name) for name, value in wanted[key].items()), default=(0.0, ""))
+
+    return Errors(loss=largest("losses"), norm=largest("norms"), grad=worst("grads"), weight=worst("weights"))
+
+
+def check_equal(
+    pool: Pool, text: str, world_size: int, config: ModelConfig, run: Run | None = None, *, tolerance: float = TOLERANCE
+) -> list[dict[str, Any]]:
+    """Run ``text`` on ``world_size`` ranks and hold it to the reference; returns the ranks' results."""
+    run = run or Run()
+    results = pool.run(world_size, cut_run, text, world_size, config, run)
+    errors = differences(config, results, one_process(config, run))
+    told = f"{text} on {world_size}: {errors}"
+    assert errors.loss < tolerance, told
+    assert errors.norm < tolerance, told
+    assert errors.grad[0] < tolerance, told
+    assert errors.weight[0] < WEIGHTS_TOLERANCE, told
+    return results
