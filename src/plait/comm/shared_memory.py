@@ -261,6 +261,7 @@ class SharedMemoryGroup(Group):
 
     def _all_gather(self, x: Tensor, out: Tensor) -> Callable[[], Tensor]:
         flat, rows = x.view(-1), out.view(self.size, -1)
+        in_place = rows[self.index].data_ptr() == flat.data_ptr()
         operation = 0
         for begin, end in _chunks(flat.numel(), x.element_size()):
 
@@ -269,8 +270,10 @@ class SharedMemoryGroup(Group):
 
             def read(slots: list[Tensor], begin: int = begin, end: int = end) -> None:
                 for index, slot in enumerate(slots):
-                    source = flat[begin:end] if index == self.index else slot.view(x.dtype)
-                    rows[index, begin:end].copy_(source)
+                    if index != self.index:
+                        rows[index, begin:end].copy_(slot.view(x.dtype))
+                    elif not in_place:
+                        rows[index, begin:end].copy_(flat[begin:end])
 
             operation = self._start("all_gather", (end - begin) * x.element_size(), write, read)
         return self._finisher("all_gather", operation, out)

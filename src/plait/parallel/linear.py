@@ -11,9 +11,9 @@ from typing import Any, final
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from plait.comm.group import Group
+from plait.parallel import product
 from plait.parallel.grads import Slot
 
 
@@ -31,7 +31,7 @@ class _Column(torch.autograd.Function):
         ctx.save_for_backward(x_NI, weight)
         ctx.layer = layer
         whole_NI = layer.group.all_gather(x_NI).wait() if layer.sequence else x_NI
-        return F.linear(whole_NI, weight, bias)
+        return product.forward(whole_NI, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, grad_NO: Tensor) -> tuple[Tensor | None, None, None, None]:  # type: ignore[override]
@@ -44,7 +44,7 @@ class _Column(torch.autograd.Function):
         gathering = layer.group.all_gather(x_NI) if layer.sequence and slot is not None else None
         reducing = None
         if ctx.needs_input_grad[0]:
-            grad_NI = grad_NO @ weight
+            grad_NI = product.input_gradient(grad_NO, weight)
             reducing = layer.group.reduce_scatter(grad_NI) if layer.sequence else layer.group.all_reduce(grad_NI)
         if slot is not None:
             slot.add_product(grad_NO, x_NI if gathering is None else gathering.wait())
@@ -75,7 +75,7 @@ class _Row(torch.autograd.Function):
     def forward(ctx: Any, x_NI: Tensor, weight: Tensor, bias: Tensor | None, layer: RowLinear) -> Tensor:
         ctx.save_for_backward(x_NI, weight)
         ctx.layer = layer
-        out_NO = F.linear(x_NI, weight)
+        out_NO = product.forward(x_NI, weight)
         summing = layer.group.reduce_scatter(out_NO) if layer.sequence else layer.group.all_reduce(out_NO)
         out_NO = summing.wait()
         # After the sum: the bias counts once.
@@ -90,7 +90,7 @@ class _Row(torch.autograd.Function):
         if "bias" in layer.slots:
             layer.slots["bias"].add(grad_NO.sum(0))
         whole_NO = grad_NO if gathering is None else gathering.wait()
-        grad_NI = whole_NO @ weight if ctx.needs_input_grad[0] else None
+        grad_NI = product.input_gradient(whole_NO, weight) if ctx.needs_input_grad[0] else None
         if "weight" in layer.slots:
             layer.slots["weight"].add_product(whole_NO, x_NI)
         return grad_NI, None, None, None
