@@ -1,0 +1,205 @@
+"""A cut run against one process: errors of loss, norm, activations and every gradient, beside what rounding explains.
+
+Errors are relative: ``|a - b| / max(|b|, floor)`` in the Frobenius norm, b being the one process. The analysis of floor
+and tolerances, with measurements, is docs/verification.md; in short:
+
+* *Rounding.* Both sides add the same numbers in different orders. A gradient's relative rounding error grows with the
+  roundings on its way, that is with the square root of the layers when they are independent, times the unit roundoff of
+  what is stored between operations: 2^-24 in fp32, 2^-8 in bf16 (there against a reference in fp32).
+* *Floor.* The gradient of some parameters is zero in exact arithmetic (a key bias under softmax without rotary
+  positions), or nearly cancels; what is left is rounding error of the summands. The floor is `FLOOR` of a typical
+  parameter's gradient, the global norm over the square root of the number of parameters.
+* *Later steps.* Gradients of the first step are taken at the same weights, those of later steps are not. AdamW's first
+  updates are ``lr * sign(gradient)``; of gradients with relative error e, a share of about e has no certain sign, so
+  the update's relative error is about the square root of e, and that of the next gradients at most as large.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+FLOOR = 1e-3
+"""Share of a typical parameter's gradient below which errors are no longer relative to the parameter's own."""
+ROUNDOFF = {"fp32": 2.0**-24, "bf16": 2.0**-8}
+"""Unit roundoff of the numbers that layers hand on, by precision of the plan."""
+MARGIN = {"fp32": 64.0, "bf16": 12.0}
+"""Tolerance of gradients and activations at the same weights, in roundoffs times the square root of (layers + 2)."""
+SCALAR_MARGIN = {"fp32": 64.0, "bf16": 2.0}
+"""Tolerance of loss and gradient norm, in roundoffs, for each step so far: their errors are means over many numbers."""
+HEAD = "norm, head and loss"
+"""Where a forward goes wrong whose last layer's output is still right."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """What one side had at one step, before clipping.
+
+    ``hidden``: activations at the end of the embedding and of each layer, in forward order: sum of squares, then sums
+    under fixed random projections. ``gradient``: name -> the whole fp32 gradient.
+    """
+
+    loss: float
+    norm: float
+    hidden: Mapping[str, Sequence[float]]
+    gradient: Callable[[str], Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Check:
+    """One comparison. A NaN on either side never passes."""
+
+    name: str
+    error: float
+    tolerance: float
+
+    @property
+    def passed(self) -> bool:
+        return self.error <= self.tolerance
+
+    @property
+    def severity(self) -> float:
+        """Error in units of its tolerance; infinite for NaN."""
+        return math.inf if math.isnan(self.error) else self.error / self.tolerance
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepReport:
+    """One step of both sides. ``losses`` and ``norms``: (plan, one process)."""
+
+    step: int
+    losses: tuple[float, float]
+    norms: tuple[float, float]
+    loss: Check
+    norm: Check
+    hidden: tuple[Check, ...]
+    gradients: tuple[Check, ...]
+
+    @property
+    def checks(self) -> tuple[Check, ...]:
+        return (self.loss, self.norm, *self.hidden, *self.gradients)
+
+    @property
+    def passed(self) -> bool:
+        return all(check.passed for check in self.checks)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Divergence:
+    """Where a run first goes wrong: ``way`` is forward or backward, ``names`` the gradients that are off there."""
+
+    step: int
+    way: str
+    place: str
+    names: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """All steps; ``shapes`` are those of the compared parameters, in forward order."""
+
+    steps: tuple[StepReport, ...]
+    shapes: Mapping[str, tuple[int, ...]]
+
+    @property
+    def passed(self) -> bool:
+        return all(step.passed for step in self.steps)
+
+    @property
+    def worst(self) -> tuple[int, Check]:
+        """(step, the parameter whose gradient is worst) of the first failing step, or of all steps if none fails."""
+        failed = [step for step in self.steps if not step.passed][:1]
+        rows = [(step.step, check) for step in failed or self.steps for check in step.gradients]
+        return max(rows, key=lambda row: row[1].severity)
+
+    @property
+    def divergence(self) -> Divergence | None:
+        """The first place that goes wrong, in the order of computation; None when everything passed."""
+        step = next((step for step in self.steps if not step.passed), None)
+        if step is None:
+            return None
+        off = [check.name for check in step.gradients if not check.passed]
+        # Forward runs first: activations that are off spoil the loss, and with it every gradient.
+        broken = next((check.name for check in step.hidden if not check.passed), None)
+        if broken is not None or not step.loss.passed:
+            place = broken or HEAD
+            return Divergence(
+                step=step.step, way="forward", place=place, names=tuple(n for n in off if place_of(n) == place)
+            )
+        # Then backward, from the loss to the embedding: what is off nearest to the loss came first.
+        if not off:
+            return Divergence(step=step.step, way="backward", place="the global gradient norm", names=())
+        place = place_of(off[-1])
+        return Divergence(
+            step=step.step, way="backward", place=place, names=tuple(n for n in off if place_of(n) == place)
+        )
+
+
+def place_of(name: str) -> str:
+    """Where in the order of computation a parameter stands: ``embed``, ``layers.3``, or `HEAD`."""
+    part = name.split(".")
+    return ".".join(part[:2]) if part[0] == "layers" else "embed" if part[0] == "embed" else HEAD
+
+
+def tolerance(precision: str, layers: int, step: int) -> float:
+    """Largest relative error of gradients and activations that rounding explains at ``step`` (from 0)."""
+    first = MARGIN[precision] * ROUNDOFF[precision] * math.sqrt(layers + 2)
+    return first if step == 0 else math.sqrt(first)
+
+
+def scalar_tolerance(precision: str, step: int) -> float:
+    """The same for the loss and the gradient norm."""
+    return SCALAR_MARGIN[precision] * ROUNDOFF[precision] * (1 + step)
+
+
+def compare(
+    reference: Iterable[Step],
+    candidate: Iterable[Step],
+    shapes: Mapping[str, tuple[int, ...]],
+    *,
+    precision: str,
+    layers: int,
+) -> Report:
+    """Hold ``candidate`` to ``reference``, step by step; ``shapes``: the parameters to compare, in forward order."""
+    steps = []
+    for number, (one, cut) in enumerate(zip(reference, candidate, strict=True)):
+        limit, scalar = tolerance(precision, layers, number), scalar_tolerance(precision, number)
+        floor = FLOOR * one.norm / math.sqrt(len(shapes))
+        steps.append(
+            StepReport(
+                step=number,
+                losses=(cut.loss, one.loss),
+                norms=(cut.norm, one.norm),
+                loss=_scalar("loss", cut.loss, one.loss, scalar),
+                norm=_scalar("gradient norm", cut.norm, one.norm, scalar),
+                hidden=tuple(_hidden(name, cut.hidden[name], one.hidden[name], limit) for name in one.hidden),
+                gradients=tuple(
+                    _gradient(name, cut.gradient(name), one.gradient(name), floor, limit) for name in shapes
+                ),
+            )
+        )
+    return Report(steps=tuple(steps), shapes=dict(shapes))
+
+
+def _scalar(name: str, cut: float, one: float, limit: float) -> Check:
+    return Check(name=name, error=_relative(abs(cut - one), abs(one)), tolerance=limit)
+
+
+def _hidden(name: str, cut: Sequence[float], one: Sequence[float], limit: float) -> Check:
+    """The projections' squared difference is in the mean that of the activations."""
+    square = sum((a - b) ** 2 for a, b in zip(cut[1:], one[1:], strict=True)) / (len(one) - 1)
+    # A factor on everything shows in the sum of squares, whatever the projections do.
+    scale = abs(math.sqrt(cut[0]) - math.sqrt(one[0])) if cut[0] >= 0 else math.nan
+    return Check(name=name, error=_relative(max(math.sqrt(square), scale), math.sqrt(one[0])), tolerance=limit)
+
+
+def _gradient(name: str, cut: Tensor, one: Tensor, floor: float, limit: float) -> Check:
+    difference = float((cut.double() - one.double()).norm())
+    return Check(name=name, error=_relative(difference, max(float(one.double().norm()), floor)), tolerance=limit)
+
+
+def _relative(difference: float, size: float) -> float:
+    return 0.0 if difference == 0 else difference / size if size > 0 else math.inf
