@@ -1,7 +1,7 @@
-"""`Stage`, the slice of a model that a rank holds for one virtual stage, and `Executor`, the one loop that runs schedules.
+"""`Stage`, the slice of a model that a rank holds for one virtual stage, and `Executor`, which runs any schedule.
 
-A single device with gradient accumulation is a schedule of one stage; evaluation is a schedule of forwards. The executor
-knows no schedule by name: it is handed a checked, lowered list of actions and does them in order.
+A single device with gradient accumulation is a schedule of one stage; evaluation is a schedule of forwards. The
+executor knows no schedule by name: it is handed a checked, lowered list of actions and does them in order.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ Loader = Callable[[int], Batch]
 @final
 @dataclass(kw_only=True)
 class Stage:
-    """Virtual stage ``index`` of ``count``: ``module`` maps hidden (tokens, for the first) to hidden (loss, for the last)."""
+    """Virtual stage ``index`` of ``count``. ``module`` maps hidden (for the first: tokens) to hidden (for the last:
+    logits)."""
 
     index: int
     count: int
@@ -90,12 +91,14 @@ class Executor:
     def run(self, schedule: Schedule, loader: Loader, *, count: int, sink: SpanSink) -> Tensor:
         """One step (or, for a forward-only schedule, one evaluation).
 
-        ``count``: unmasked targets in the *global* batch; gradients are those of (sum of token losses) / count, whatever
-        the microbatches. Returns the fp32 sum of this rank's token losses: zero where no last stage is.
+        ``count``: unmasked targets in the *global* batch; gradients are those of (sum of token losses) / count,
+        whatever the microbatches. Returns the fp32 sum of this rank's token losses: zero where no last stage is.
         """
         device = self._world.device
         actions = schedule.ranks[self._world.at["pp"]]
-        step = _Step(loader=loader, scale=torch.tensor(1.0 / max(count, 1), device=device), train=not schedule.forward_only)
+        step = _Step(
+            loader=loader, scale=torch.tensor(1.0 / max(count, 1), device=device), train=not schedule.forward_only
+        )
         for stage in self._stages.values():
             stage.module.train(step.train)
             step.left[stage.index] = sum(
@@ -138,8 +141,10 @@ class Executor:
             if split:
                 step.weight_work[stage.index, action.microbatch] = stage.deferred.take()
         else:
-            for work in step.weight_work.pop((stage.index, action.microbatch)):
-                work()
+            # Outside of autograd's own backward, which has gradients off.
+            with torch.no_grad():
+                for work in step.weight_work.pop((stage.index, action.microbatch)):
+                    work()
 
     def _forward(self, stage: Stage, microbatch: int, step: _Step, homes: tuple[int, ...]) -> None:
         if microbatch not in step.batches:
@@ -178,7 +183,9 @@ class Executor:
     def _arrived(self, kind: Kind, stage: int, microbatch: int, step: _Step) -> Tensor:
         key = (kind, stage, microbatch)
         if key not in step.handed:
-            raise ScheduleError(f"stage {stage} has no input for microbatch {microbatch}: the list has no {kind} for it")
+            raise ScheduleError(
+                f"stage {stage} has no input for microbatch {microbatch}: the list has no {kind} for it"
+            )
         return step.handed.pop(key)
 
     def _communicate(self, action: Action, step: _Step, homes: tuple[int, ...]) -> None:
