@@ -9,9 +9,10 @@ norms and gradients are held to 1e-5 relative; what is seen is below 1e-6.
 sign is noise. One such gradient is in every model with a key bias: the same bias on all keys of a query shifts every
 score alike and softmax ignores that, so its true gradient is zero. With eps = 1e-8 those entries walk at random; both
 sides here use eps = 1e-4, far above the noise (1e-9), so that a difference d in a gradient moves a weight by lr d /
-eps = 10 d at most. With noise d of 1e-6 of a gradient of 1e-3, ten steps make 1e-7, 5e-6 relative of a weight of
-0.02. The learning rate is 1e-3: at 1e-2, half of the initial weights' deviation a step, training itself is chaotic,
-and one process that adds its own batch in four parts ends 1e-2 away from itself in the norm.
+eps = 10 d at most. Noise d of 1e-9 makes 1e-8 a step, 1e-5 relative of the smallest weights: biases, which start at
+zero and move by 1e-3 a step. The learning rate is 1e-3: at 1e-2, half of the initial weights' deviation a step,
+training itself is chaotic, and one process that adds its own batch in four parts ends 1e-2 away from itself in the
+norm.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from tests.pool import Connect, Pool
 SEQ = 16
 GLOBAL_BATCH = 8
 TOLERANCE = 1e-5
-WEIGHTS_TOLERANCE = 5e-6
+WEIGHTS_TOLERANCE = 3e-5
 
 LLAMA = dataclasses.replace(
     PRESETS["tiny"], hidden_size=32, num_layers=4, num_heads=4, num_kv_heads=2, head_dim=8, ffn_size=48, vocab_size=67
@@ -154,8 +155,9 @@ def _skip(model: Decoder, run: Run) -> None:
 
 
 def adamw(decay: list[Any], rest: list[Any]) -> torch.optim.AdamW:
+    # A rank whose stages are all frozen has no parameters: torch takes empty groups, but not an empty list of groups.
     kinds = [{"params": decay, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}]
-    return torch.optim.AdamW([kind for kind in kinds if kind["params"]], lr=1e-3, eps=1e-4)
+    return torch.optim.AdamW(kinds, lr=1e-3, eps=1e-4)
 
 
 def cut_run(connect: Connect, text: str, world_size: int, config: ModelConfig, run: Run) -> dict[str, Any]:
