@@ -59,7 +59,9 @@ ENTER: Final = Collective(name="enter", source=Type.I, target=Type.R, forward="k
 REDUCE: Final = Collective(name="reduce", source=Type.P, target=Type.I, forward="all_reduce", backward="keep")
 GATHER: Final = Collective(name="gather", source=Type.V, target=Type.R, forward="all_gather", backward="reduce_scatter")
 COLLECT: Final = Collective(name="collect", source=Type.V, target=Type.I, forward="all_gather", backward="slice")
-SCATTER: Final = Collective(name="scatter", source=Type.P, target=Type.V, forward="reduce_scatter", backward="all_gather")
+SCATTER: Final = Collective(
+    name="scatter", source=Type.P, target=Type.V, forward="reduce_scatter", backward="all_gather"
+)
 SLICE: Final = Collective(name="slice", source=Type.I, target=Type.V, forward="slice", backward="all_gather")
 EXCHANGE: Final = Collective(name="exchange", source=Type.V, target=Type.V, forward="all_to_all", backward="all_to_all")
 
@@ -89,7 +91,7 @@ class _Typed(torch.autograd.Function):
         return moved.view_as(moved) if moved is x else moved
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         return move(grad, ctx.group, ctx.collective.backward), None, None
 
 
@@ -100,5 +102,5 @@ def apply(x: Tensor, group: Group, collective: Collective) -> Tensor:
     """
     if group.size == 1:
         return x
-    result: Tensor = _Typed.apply(x, group, collective)
+    result: Tensor = _Typed.apply(x, group, collective)  # type: ignore[no-untyped-call]
     return result

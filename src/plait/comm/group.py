@@ -113,7 +113,7 @@ class Group(ABC):
         return self._pending("all_gather", result.nbytes, lambda: self._all_gather(x, result))
 
     def all_to_all(self, x: Tensor) -> Pending:
-        """Cut ``x`` [size * n, ...] along dim 0, send part j to rank j; the result holds the parts received, in order."""
+        """Cut ``x`` [size * n, ...] along dim 0, send part j to rank j; returns the parts received, in order."""
         if self.size == 1:
             return Pending(lambda: x)
         return self._pending("all_to_all", x.nbytes, lambda: self._all_to_all(x, torch.empty_like(x)))

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from typing import Final, final
 
-WIRE: Final = {
+WIRE: Final[dict[str, Callable[[int, int], int]]] = {
     "all_reduce": lambda size, bytes_: 2 * (size - 1) * bytes_ // size,
     "reduce_scatter": lambda size, bytes_: (size - 1) * bytes_ // size,
     "all_gather": lambda size, bytes_: (size - 1) * bytes_ // size,
@@ -13,8 +14,8 @@ WIRE: Final = {
     "broadcast": lambda size, bytes_: bytes_,
     "send": lambda size, bytes_: bytes_,
 }
-"""Bytes that one rank sends for a tensor of ``bytes_`` (the whole one: gathered, or before it is scattered) over a group
-of ``size`` ranks with bandwidth-optimal algorithms (ring; Patarasuk and Yuan 2009)."""
+"""Bytes that one rank sends for a tensor of ``bytes_`` (the whole one: gathered, or before it is scattered) over a
+group of ``size`` ranks with bandwidth-optimal algorithms (ring; Patarasuk and Yuan 2009)."""
 
 
 @final

@@ -1,9 +1,10 @@
 """Groups and messages through memory shared by the processes of one host.
 
 gloo moves a tensor through sockets (about 1 GB/s here, a third of a millisecond for the smallest message); ranks of one
-host can read each other's memory. Each member of a group owns a ring in one anonymous memory file. To start an operation
-a rank copies what the others need into its ring and raises its ``published`` counter; to finish, it waits for the others'
-counters and reads. So an operation overlaps with whatever is computed between start and wait, without a thread.
+host can read each other's memory. Each member of a group owns a ring in one anonymous memory file. To start an
+operation a rank copies what the others need into its ring and raises its ``published`` counter; to finish, it waits
+for the others' counters and reads. So an operation overlaps with whatever is computed between start and wait, without
+a thread.
 
 A counter is written by one process only, after the data it announces. Stores become visible in program order on x86-64
 (total store order), which is why `available` asks for that architecture; elsewhere gloo serves.
@@ -163,7 +164,9 @@ class SharedMemoryGroup(Group):
     def device(self) -> torch.device:
         return torch.device("cpu")
 
-    def _start(self, name: str, nbytes: int, write: Callable[[Tensor], None], read: Callable[[list[Tensor]], None]) -> int:
+    def _start(
+        self, name: str, nbytes: int, write: Callable[[Tensor], None], read: Callable[[list[Tensor]], None]
+    ) -> int:
         """Publish ``nbytes`` filled by ``write``; ``read`` gets all members' bytes when they are there."""
         self._operation += 1
         operation = self._operation
@@ -201,7 +204,8 @@ class SharedMemoryGroup(Group):
             if rank != self.book.rank and (ring.consumed if consumed else ring.published) < operation
         ]
         doing = f" in {self.book.doing}" if self.book.doing else ""
-        return f"rank {self.book.rank} waits for {name} over {self.axis}{doing}; missing: ranks {late} of {list(self.ranks)}"
+        waiting = f"rank {self.book.rank} waits for {name} over {self.axis}{doing}"
+        return f"{waiting}; missing: ranks {late} of {list(self.ranks)}"
 
     def _finish_arrived(self, last: int = sys.maxsize) -> None:
         """Finish what all have published, up to operation ``last``: they may need its room while this rank waits."""

@@ -24,9 +24,8 @@ def _waiter(works: Sequence[_Work | None], result: Tensor, book: Book, what: str
                 if work is not None:
                     work.wait()
         except RuntimeError as error:
-            raise RankError(
-                f"rank {book.rank} waited for {book.doing or what} ({what}) in vain, time-out {book.timeout:g} s: {error}"
-            ) from error
+            waited = f"rank {book.rank} waited for {book.doing or what} ({what}) in vain"
+            raise RankError(f"{waited}, time-out {book.timeout:g} s: {error}") from error
         return result
 
     return finish

@@ -10,6 +10,8 @@ from typing import final
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
 
 from plait.comm import shared_memory
 from plait.comm.group import Alone, Book, Group
@@ -30,7 +32,7 @@ class World:
     """
 
     def __init__(
-        self, mesh: Mesh, *, rank: int, device: torch.device, store: dist.Store | None, timeout: float, transport: str
+        self, mesh: Mesh, *, rank: int, device: torch.device, store: Store | None, timeout: float, transport: str
     ) -> None:
         self.mesh = mesh
         self.rank = rank
@@ -54,10 +56,17 @@ class World:
 
     @classmethod
     def connect(
-        cls, mesh: Mesh, *, device: torch.device, timeout: float = 60.0, transport: str = "auto", store: dist.Store | None = None,
+        cls,
+        mesh: Mesh,
+        *,
+        device: torch.device,
+        timeout: float = 60.0,
+        transport: str = "auto",
+        store: Store | None = None,
         rank: int | None = None,
     ) -> World:
-        """Join the other ranks: through the launcher's variables (RANK, WORLD_SIZE, MASTER_ADDR ...) or a given ``store``.
+        """Join the other ranks: through the launcher's variables (RANK, WORLD_SIZE, MASTER_ADDR ...) or a given
+        ``store``.
 
         Raises `PlanError` when the launcher started another number of ranks than ``mesh`` has.
         """
@@ -65,15 +74,17 @@ class World:
         if store is None:
             if mesh.world_size == 1 and "RANK" not in os.environ:
                 return cls.alone(device)
-            store, rank, size = next(iter(dist.rendezvous("env://", timeout=patience)))
+            store, rank, size = next(iter(rendezvous("env://", timeout=patience)))
             if size != mesh.world_size:
-                raise PlanError(f"the launcher started {size} ranks, the plan's mesh {mesh.sizes} needs {mesh.world_size}")
+                raise PlanError(
+                    f"the launcher started {size} ranks, the plan's mesh {mesh.sizes} needs {mesh.world_size}"
+                )
         assert rank is not None
         store.set_timeout(patience)
         if mesh.world_size > 1:
             dist.init_process_group(
                 "nccl" if device.type == "cuda" else "gloo",
-                store=dist.PrefixStore("plait", store),
+                store=PrefixStore("plait", store),
                 rank=rank,
                 world_size=mesh.world_size,
                 timeout=patience,
@@ -140,7 +151,7 @@ class World:
     def _get(self, key: str, rank: int) -> str:
         assert self._store is not None
         try:
-            return self._store.get(key).decode()
+            return str(self._store.get(key).decode())
         except RuntimeError as error:
             raise RankError(f"rank {self.rank} waits for rank {rank} to start, for {self.book.timeout:g} s") from error
 

@@ -53,7 +53,9 @@ class Mesh:
         here = self.coordinate(rank)
         wanted = [axis for axis in AXES if axis in axes]
         spans = [range(self.sizes[axis]) for axis in wanted]
-        return tuple(self.rank({**here, **dict(zip(wanted, index, strict=True))}) for index in itertools.product(*spans))
+        return tuple(
+            self.rank({**here, **dict(zip(wanted, index, strict=True))}) for index in itertools.product(*spans)
+        )
 
     def groups(self, axes: Sequence[str]) -> list[tuple[int, ...]]:
         """All groups along ``axes``: they partition the ranks."""

@@ -6,8 +6,8 @@ One noun for tensor parallelism, ZeRO, stored weights and imports. It can say tw
 * a section cut into fewer *parts* than the axis has ranks (2 KV heads on tp=4: two parts, each held by two ranks, whose
   gradients are partial between the two).
 
-For every parameter and axis the spec answers the one law of gradient reduction: sharded (nothing to sum), replicated with
-the same gradient everywhere (nothing), or partial (sum).
+For every parameter and axis the spec answers the one law of gradient reduction: sharded (nothing to sum), replicated
+with the same gradient everywhere (nothing), or partial (sum).
 """
 
 from __future__ import annotations
@@ -95,7 +95,9 @@ class ShardSpec:
             total = sum(section.size for section in cut.sections)
             if total != self.shape[cut.dim]:
                 raise ValueError(f"sections of dim {cut.dim} sum to {total}, the dim has {self.shape[cut.dim]}")
-        if len({cut.dim for cut in self.cuts}) < len(self.cuts) or len({cut.axis for cut in self.cuts}) < len(self.cuts):
+        if len({cut.dim for cut in self.cuts}) < len(self.cuts) or len({cut.axis for cut in self.cuts}) < len(
+            self.cuts
+        ):
             raise ValueError("a dim and an axis may appear in one cut only")
 
     def pieces(self, sizes: Mapping[str, int], at: Mapping[str, int]) -> tuple[Piece, ...]:

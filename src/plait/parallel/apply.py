@@ -19,6 +19,7 @@ from plait.models.config import ModelConfig, canonical_name
 from plait.models.decoder import Block, Decoder
 from plait.models.init import WeightSource
 from plait.models.layers import Dropout, SectionedLinear
+from plait.parallel.flat import Held
 from plait.parallel.grads import Deferred
 from plait.parallel.layout import build_schedule, model_shape, placement, stage_bounds, stage_layers
 from plait.parallel.linear import ColumnLinear, RowLinear
@@ -27,7 +28,7 @@ from plait.parallel.recompute import RecomputedAttend, RecomputedBlock
 from plait.parallel.rules import DATA_AXES, Form, rule_of, spec_of
 from plait.parallel.sequence import SequenceDropout, SequencePositions
 from plait.parallel.vocab import VocabCrossEntropy, VocabEmbedding
-from plait.parallel.zero import Held, Zero, holders
+from plait.parallel.zero import Zero, holders
 from plait.schedule.ir import Schedule
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -118,7 +119,13 @@ def take_part(model: Decoder, layers: tuple[int, int], *, first: bool, last: boo
 
 
 def _cut(
-    part: Decoder, stage: int, homes: tuple[int, ...], plan: Plan, world: World, deferred: Deferred, held: dict[str, Held]
+    part: Decoder,
+    stage: int,
+    homes: tuple[int, ...],
+    plan: Plan,
+    world: World,
+    deferred: Deferred,
+    held: dict[str, Held],
 ) -> None:
     """Replace the modules of one stage by their parallel forms and note every parameter in ``held``."""
     config, group = part.config, world.group("tp")
@@ -164,8 +171,16 @@ def _replacement(form: Form, module: nn.Module, spec: ShardSpec, plan: Plan, wor
 
 
 def _hold(
-    held: dict[str, Held], name: str, spec: ShardSpec, owner: tuple[nn.Module, str], value: nn.Parameter, stage: int,
-    homes: tuple[int, ...], world: World, deferred: Deferred, config: ModelConfig,
+    held: dict[str, Held],
+    name: str,
+    spec: ShardSpec,
+    owner: tuple[nn.Module, str],
+    value: nn.Parameter,
+    stage: int,
+    homes: tuple[int, ...],
+    world: World,
+    deferred: Deferred,
+    config: ModelConfig,
 ) -> None:
     if name in held:
         known = held[name]

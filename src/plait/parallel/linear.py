@@ -1,8 +1,8 @@
-"""Column and row parallel linear layers, with and without sequence parallel (Megatron-LM, arXiv:1909.08053, 2205.05198).
+"""Column and row parallel linear layers, with or without sequence parallel (Megatron-LM: arXiv:1909.08053, 2205.05198).
 
-Column: W[O_tp, I]. The input is identical on all ranks (or cut by rows, and gathered); the outputs are different columns.
-Row: W[O, I_tp]. The inputs are different columns; the products are summands, all-reduced (or reduce-scattered to rows).
-One rank is the case of a group of one. N rows, I inputs, O outputs.
+Column: W[O_tp, I]. The input is identical on all ranks (or cut by rows, and gathered); the outputs are different
+columns. Row: W[O, I_tp]. The inputs are different columns; the products are summands, all-reduced (or
+reduce-scattered to rows). One rank is the case of a group of one. N rows, I inputs, O outputs.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class _Column(torch.autograd.Function):
         return product.forward(whole_NI, weight, bias)
 
     @staticmethod
-    def backward(ctx: Any, grad_NO: Tensor) -> tuple[Tensor | None, None, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad_NO: Tensor) -> tuple[Tensor | None, None, None, None]:
         x_NI, weight = ctx.saved_tensors
         layer: ColumnLinear = ctx.layer
         grad_NO = grad_NO.contiguous()
@@ -66,8 +66,8 @@ class ColumnLinear(Fused):
         self.bias: nn.Parameter | None
 
     def forward(self, x_NI: Tensor) -> Tensor | tuple[Tensor, ...]:
-        out: Tensor = _Column.apply(x_NI, self.weight, self.bias, self)
-        return out if self.sections is None else torch.split(out, self.sections, dim=-1)
+        out: Tensor = _Column.apply(x_NI, self.weight, self.bias, self)  # type: ignore[no-untyped-call]
+        return out if self.sections is None else torch.split(out, list(self.sections), dim=-1)
 
 
 class _Row(torch.autograd.Function):
@@ -82,7 +82,7 @@ class _Row(torch.autograd.Function):
         return out_NO if bias is None else out_NO.add_(bias)
 
     @staticmethod
-    def backward(ctx: Any, grad_NO: Tensor) -> tuple[Tensor | None, None, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad_NO: Tensor) -> tuple[Tensor | None, None, None, None]:
         x_NI, weight = ctx.saved_tensors
         layer: RowLinear = ctx.layer
         grad_NO = grad_NO.contiguous()
@@ -108,5 +108,5 @@ class RowLinear(Fused):
         self.bias: nn.Parameter | None
 
     def forward(self, x_NI: Tensor) -> Tensor:
-        out: Tensor = _Row.apply(x_NI, self.weight, self.bias, self)
+        out: Tensor = _Row.apply(x_NI, self.weight, self.bias, self)  # type: ignore[no-untyped-call]
         return out

@@ -1,4 +1,4 @@
-"""The table that cuts a decoder: parameter-name pattern -> how the tensor lies on ``tp``, and which layer form holds it.
+"""The table that cuts a decoder: parameter-name pattern -> how the tensor lies on ``tp``, and which layer holds it.
 
 A new model family that keeps these names needs nothing here; other names need rows. No torch.
 """

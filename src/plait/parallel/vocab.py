@@ -36,7 +36,7 @@ class _Embed(torch.autograd.Function):
         return (group.reduce_scatter(out_ND) if layer.sequence else group.all_reduce(out_ND)).wait()
 
     @staticmethod
-    def backward(ctx: Any, grad_ND: Tensor) -> tuple[None, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad_ND: Tensor) -> tuple[None, None, None]:
         layer: VocabEmbedding = ctx.layer
         grad_ND = grad_ND.contiguous()
         if layer.sequence:
@@ -63,7 +63,7 @@ class VocabEmbedding(Fused):
         self.weight: nn.Parameter
 
     def forward(self, tokens_N: Tensor) -> Tensor:
-        out: Tensor = _Embed.apply(self.weight, tokens_N, self)
+        out: Tensor = _Embed.apply(self.weight, tokens_N, self)  # type: ignore[no-untyped-call]
         return out
 
 
@@ -91,7 +91,7 @@ class _CrossEntropy(torch.autograd.Function):
         return (log_sum_N - sums_2N[1]).masked_fill_(~kept_N, 0.0).sum()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         logits_NV, total_N, index_N, mine_N, kept_N = ctx.saved_tensors
         scale_N = kept_N.float() * grad
         # The logits are not needed again: the gradient takes their place, so one tensor of this size lives, not three.
@@ -122,5 +122,5 @@ class VocabCrossEntropy(nn.Module):
         self.start = start
 
     def forward(self, logits_NV: Tensor, targets_N: Tensor) -> Tensor:
-        loss: Tensor = _CrossEntropy.apply(logits_NV, targets_N, self.group, self.start)
+        loss: Tensor = _CrossEntropy.apply(logits_NV, targets_N, self.group, self.start)  # type: ignore[no-untyped-call]
         return loss

@@ -1,76 +1,31 @@
 """`Zero`: the data-parallel side of training state, with a level (Rajbhandari et al. 2020, arXiv:1910.02054).
 
 Parameters of a kind lie in one flat buffer a bucket, cut evenly over the data axes. Gradients are summed in fp32 over
-microbatches in a second flat buffer, whose reduction starts when its last gradient of the step is there and overlaps with
-the rest of backward.
+microbatches in a second flat buffer, whose reduction starts when its last gradient of the step is there and overlaps
+with the rest of backward.
 
 level 0: every data rank reduces whole buckets and updates all of them (all-reduce);
 level 1: every data rank gets its shard of the sums, updates that, and gathers the weights (reduce-scatter, all-gather).
 
-What a gradient is summed over is read from the `ShardSpec`s (see `core/shard.py`): the data axes always; the holders of a
-replicated block whose gradient is partial; the stages that hold a copy of a tied weight.
+What a gradient is summed over is read from the `ShardSpec`s (see `core/shard.py`): the data axes always; the holders
+of a replicated block whose gradient is partial; the stages that hold a copy of a tied weight.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from functools import partial
 from typing import final
 
 import torch
 from torch import Tensor, nn
 
-from plait.comm.group import Group, Pending
+from plait.comm.group import Group
 from plait.comm.world import World
-from plait.core.shard import Piece, ShardSpec
-from plait.parallel.grads import Deferred, Slot
-from plait.parallel.linear import Fused
+from plait.parallel.flat import ALIGN, Bucket, Held, attach, bucket_groups, counted_ranges, decays, overlap, square_sum
+from plait.parallel.grads import Slot
 from plait.parallel.rules import DATA_AXES
-
-_ALIGN = 16
-"""Shards begin at multiples of this many elements (64 bytes of fp32)."""
-_NORM_BLOCK = 4096
-
-
-@dataclass(kw_only=True)
-class Held:
-    """A parameter on this rank. ``stage`` is None when several stages share it: its gradient is whole at the end."""
-
-    name: str
-    spec: ShardSpec
-    shape: tuple[int, ...]
-    pieces: tuple[Piece, ...]
-    stage: int | None
-    tied: bool
-    """Whether another rank holds a copy as well, whose gradient is to be added."""
-    counted: bool
-    """Whether this rank's copy is the one that counts (in norms, in files)."""
-    uses: int
-    owners: list[tuple[nn.Module, str]]
-    """Every (module, attribute) that refers to the parameter."""
-    trained: bool
-    deferred: Deferred
-
-
-@dataclass(kw_only=True)
-class Bucket:
-    """One flat run of parameters that are reduced together, and this rank's shard of it."""
-
-    held: list[Held]
-    offsets: list[int]
-    weights: Tensor
-    grads: Tensor
-    shard: slice
-    master: Tensor
-    """fp32 [shard]: what the optimizer updates; a view of ``weights`` when those are fp32."""
-    stage: int | None
-    waiting: int = 0
-    reduction: Pending | None = None
-    slots: list[Slot] = field(default_factory=list)
-
-    @property
-    def shard_grads(self) -> Tensor:
-        return self.grads[self.shard]
 
 
 @final
@@ -99,20 +54,20 @@ class Zero:
         self.frozen = [one for one in held if not one.trained]
         self._frozen_weights = [self._place_frozen(one) for one in self.frozen]
         trained = [one for one in held if one.trained]
-        self.buckets = [self._bucket(group) for group in _groups(trained, bucket_bytes)]
+        self.buckets = [self._bucket(group) for group in bucket_groups(trained, bucket_bytes)]
         self._sums = self._partial_sums()
         self._next: dict[int | None, int] = {}
         self._by_stage: dict[int | None, list[Bucket]] = {}
         for bucket in self.buckets:
             self._by_stage.setdefault(bucket.stage, []).append(bucket)
-        self._counted = [_counted_ranges(bucket, self._world.at, level) for bucket in self.buckets]
+        self._counted = [counted_ranges(bucket, self._world.at, level) for bucket in self.buckets]
 
     # --- construction
 
     def _bucket(self, held: list[Held]) -> Bucket:
-        sizes = [_size(one.shape) for one in held]
+        sizes = [math.prod(one.shape) for one in held]
         offsets = [sum(sizes[:i]) for i in range(len(sizes))]
-        step = _ALIGN * self._shards
+        step = ALIGN * self._shards
         length = -(-sum(sizes) // step) * step
         device = self._world.device
         weights = torch.zeros(length, dtype=self.dtype, device=device)
@@ -127,7 +82,7 @@ class Zero:
             parameter = nn.Parameter(weights[offset : offset + size].view(one.shape))
             slot = Slot(grads[offset : offset + size].view(one.shape), one.uses, self._arrival(bucket), one.deferred)
             bucket.slots.append(slot)
-            _attach(one, parameter, slot)
+            attach(one, parameter, slot)
         return bucket
 
     def _place_frozen(self, one: Held) -> Tensor:
@@ -149,32 +104,25 @@ class Zero:
         """(axis, first, count) -> the stretches of this rank's gradient shards to be summed over those ranks."""
         sums: dict[tuple[str, int, int], list[Tensor]] = {}
         for bucket in self.buckets:
-            for one, offset in zip(bucket.held, bucket.offsets, strict=True):
+            for index, one in enumerate(bucket.held):
                 for piece in one.pieces:
+                    stretch = bucket.stretch(index, piece)
                     for copies in piece.copies:
-                        if not copies.partial or copies.axis in DATA_AXES:
-                            continue
-                        whole = bucket.grads[offset : offset + _size(one.shape)].view(one.shape)
-                        block = whole[tuple(slice(*edge) for edge in piece.local)]
-                        start = offset + block.storage_offset() - whole.storage_offset()
-                        assert block.is_contiguous(), "only dim 0 is cut into parts that several ranks hold"
-                        stretch = _overlap(start, start + block.numel(), bucket.shard)
-                        if stretch is not None:
+                        if stretch is not None and copies.partial and copies.axis not in DATA_AXES:
                             key = (copies.axis, copies.first, copies.count)
                             sums.setdefault(key, []).append(bucket.grads[stretch])
         return sums
 
     # --- filling
 
-    def parameters(self) -> list[tuple[Held, Tensor, Callable[[Tensor], None]]]:
+    def parameters(self) -> list[tuple[Held, Tensor, Callable[[Tensor], object]]]:
         """(parameter, its local weights, a function that sets them from an fp32 tensor of the local shape)."""
-        rows: list[tuple[Held, Tensor, Callable[[Tensor], None]]] = [
-            (one, weight, weight.copy_) for one, weight in zip(self.frozen, self._frozen_weights, strict=True)
-        ]
+        rows: list[tuple[Held, Tensor, Callable[[Tensor], object]]] = []
+        for one, weight in zip(self.frozen, self._frozen_weights, strict=True):
+            rows.append((one, weight, weight.copy_))
         for bucket in self.buckets:
-            for one, offset in zip(bucket.held, bucket.offsets, strict=True):
-                view = bucket.weights[offset : offset + _size(one.shape)].view(one.shape)
-                rows.append((one, view, _setter(bucket, offset, view)))
+            for index, one in enumerate(bucket.held):
+                rows.append((one, bucket.weight(index), partial(bucket.fill, index)))
         return rows
 
     def masters(self) -> list[tuple[Held, int, Tensor]]:
@@ -190,7 +138,7 @@ class Zero:
         for bucket in self.buckets:
             shard = shard_of(bucket)
             for one, offset in zip(bucket.held, bucket.offsets, strict=True):
-                stretch = _overlap(offset, offset + _size(one.shape), bucket.shard)
+                stretch = overlap(offset, offset + math.prod(one.shape), bucket.shard)
                 if stretch is not None:
                     part = shard[stretch.start - bucket.shard.start : stretch.stop - bucket.shard.start]
                     rows.append((one, stretch.start - offset, part))
@@ -241,7 +189,7 @@ class Zero:
         for (axis, _, count), parts in self._sums.items():
             packed = torch.cat(parts)
             holders(self._world, axis, count).all_reduce(packed).wait()
-            for part, summed in zip(parts, packed.split([part.numel() for part in parts]), strict=True):
+            for part, summed in zip(parts, torch.split(packed, [part.numel() for part in parts]), strict=True):
                 part.copy_(summed)
         if self._ties is not None:
             pending = [self._ties.all_reduce(bucket.shard_grads) for bucket in self.buckets if bucket.held[0].tied]
@@ -249,11 +197,11 @@ class Zero:
                 reduction.wait()
 
     def square_norm(self) -> Tensor:
-        """fp32 scalar: this rank's share of the squared gradient norm; summed over all ranks, every element counts once."""
+        """fp32 scalar: this rank's share of the squared gradient norm; over all ranks every element counts once."""
         total = torch.zeros((), dtype=torch.float64, device=self._world.device)
         for bucket, ranges in zip(self.buckets, self._counted, strict=True):
             for stretch in ranges:
-                total += _square_sum(bucket.grads[stretch])
+                total += square_sum(bucket.grads[stretch])
         return total.float()
 
     def scale_gradients(self, factor: Tensor | float) -> None:
@@ -268,7 +216,7 @@ class Zero:
         for bucket in self.buckets:
             parameter = nn.Parameter(bucket.master)
             parameter.grad = bucket.shard_grads
-            (decay if _decays(bucket.held[0]) else rest).append(parameter)
+            (decay if decays(bucket.held[0]) else rest).append(parameter)
         return decay, rest
 
     def publish(self) -> None:
@@ -306,105 +254,3 @@ def holders(world: World, axis: str, count: int) -> Group:
     lines = world.mesh.groups([axis])
     blocks = [line[begin : begin + count] for line in lines for begin in range(0, size, count)]
     return world.shared(f"{axis}/{count}", blocks)
-
-
-def _size(shape: tuple[int, ...]) -> int:
-    size = 1
-    for dim in shape:
-        size *= dim
-    return size
-
-
-def _square_sum(flat: Tensor) -> Tensor:
-    """fp64 scalar. In blocks: one fp32 sum of 3e7 squares is off by 1e-3 on CPU (dot and norm alike), this by 1e-8."""
-    whole = flat.numel() // _NORM_BLOCK * _NORM_BLOCK
-    rows = torch.linalg.vector_norm(flat[:whole].view(whole // _NORM_BLOCK, _NORM_BLOCK), dim=1)
-    rest = torch.linalg.vector_norm(flat[whole:])
-    return rows.double().square().sum() + rest.double().square()
-
-
-def _overlap(start: int, stop: int, window: slice) -> slice | None:
-    begin, end = max(start, window.start), min(stop, window.stop)
-    return slice(begin, end) if begin < end else None
-
-
-def _decays(one: Held) -> bool:
-    """Decoupled weight decay acts on tensors of two or more dims only: not on norms and biases."""
-    return len(one.spec.shape) >= 2
-
-
-def _groups(held: Sequence[Held], bucket_bytes: int) -> list[list[Held]]:
-    """Parameters that may share a bucket, in the order in which backward completes them."""
-    kinds: dict[tuple[object, ...], list[Held]] = {}
-    for one in reversed(held):
-        partial = any(
-            copies.partial and copies.axis not in DATA_AXES for piece in one.pieces for copies in piece.copies
-        )
-        # Partial ones apart: their layout is then the same on all their holders, whatever is cut unevenly elsewhere.
-        # A tied weight is the same on both its stages for the same reason.
-        kinds.setdefault((one.stage, one.tied, _decays(one), partial), []).append(one)
-    groups: list[list[Held]] = []
-    for members in kinds.values():
-        filled = bucket_bytes
-        for one in members:
-            size = 4 * _size(one.shape)
-            if filled + size > bucket_bytes:
-                groups.append([])
-                filled = 0
-            groups[-1].append(one)
-            filled += size
-    return groups
-
-
-def _counted_ranges(bucket: Bucket, at: Mapping[str, int], level: int) -> list[slice]:
-    """Stretches of this rank's gradient shard that no other rank counts."""
-    if level == 0 and any(at[axis] for axis in DATA_AXES):
-        return []
-    ranges: list[slice] = []
-    for one, offset in zip(bucket.held, bucket.offsets, strict=True):
-        if not one.counted:
-            continue
-        for piece in one.pieces:
-            if not all(at[copies.axis] == copies.first for copies in piece.copies if copies.axis not in DATA_AXES):
-                continue
-            whole = len(one.pieces) == 1
-            row = 1 if whole else _size(one.shape[1:])
-            start, stop = (0, _size(one.shape)) if whole else (piece.local[0][0] * row, piece.local[0][1] * row)
-            stretch = _overlap(offset + start, offset + stop, bucket.shard)
-            if stretch is None:
-                continue
-            if ranges and ranges[-1].stop == stretch.start:
-                ranges[-1] = slice(ranges[-1].start, stretch.stop)
-            else:
-                ranges.append(stretch)
-    return ranges
-
-
-def _setter(bucket: Bucket, offset: int, view: Tensor) -> Callable[[Tensor], None]:
-    def fill(values: Tensor) -> None:
-        view.copy_(values)
-        stretch = _overlap(offset, offset + view.numel(), bucket.shard)
-        if stretch is not None and bucket.weights.dtype != torch.float32:
-            part = values.reshape(-1)[stretch.start - offset : stretch.stop - offset]
-            bucket.master[stretch.start - bucket.shard.start : stretch.stop - bucket.shard.start].copy_(part)
-
-    return fill
-
-
-def _attach(one: Held, parameter: nn.Parameter, slot: Slot) -> None:
-    """Put the parameter into its modules and route its gradient to the slot."""
-    by_autograd = False
-    for module, attribute in one.owners:
-        setattr(module, attribute, parameter)
-        if isinstance(module, Fused):
-            module.slots[attribute] = slot
-        else:
-            by_autograd = True
-    if by_autograd:
-
-        def take(leaf: Tensor) -> None:
-            if leaf.grad is not None:
-                slot.add(leaf.grad)
-                leaf.grad = None
-
-        parameter.register_post_accumulate_grad_hook(take)

@@ -16,7 +16,8 @@ from plait.comm.world import World
 from plait.core.shard import Box
 from plait.models.config import ModelConfig, parameter_shapes
 from plait.parallel.rules import DATA_AXES
-from plait.parallel.zero import Held, Zero
+from plait.parallel.flat import Held
+from plait.parallel.zero import Zero
 
 Stretch = tuple[Held, int, Tensor]
 """(parameter, flat start in its local tensor, values from there on), as `Zero.masters` and `Zero.gradients` give."""
