@@ -169,7 +169,7 @@ class Config:
 
 DEFAULT: Mapping[str, Mapping[str, object]] = {
     "model": {"preset": "tiny"},
-    "train": {"steps": 100, "global_batch": 16},
+    "train": {"steps": 60, "global_batch": 16, "eval_every": 20},
     "optimizer": {"lr": 3e-3, "warmup": 5},
     "plan": {"tp": 2, "pp": 2, "micro": 4},
 }
