@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol, final
 
 import torch
@@ -70,20 +70,27 @@ class TorchGroup(Group):
 
 @final
 class TorchWire:
-    """Point-to-point messages between any two ranks through ``torch.distributed``."""
+    """Point-to-point messages between any two ranks through ``torch.distributed``.
 
-    def __init__(self, book: Book) -> None:
+    ``channels`` holds a process group for each direction of a pair that needs its own: NCCL runs the messages of a
+    communicator one after the other, so that two ranks which both send first would wait for each other for ever.
+    gloo matches messages by rank and order and needs none.
+    """
+
+    def __init__(self, book: Book, channels: Mapping[tuple[int, int], dist.ProcessGroup]) -> None:
         self._book = book
+        self._channels = channels
         self._sends: list[tuple[_Work, Tensor]] = []
 
     def send(self, x: Tensor, to: int) -> None:
         """Start to send ``x`` to rank ``to``; `flush` waits for it."""
-        operation = dist.P2POp(dist.isend, x, to)
+        operation = dist.P2POp(dist.isend, x, to, self._channels.get((self._book.rank, to)))
         self._sends.extend((work, x) for work in dist.batch_isend_irecv([operation]))
 
     def recv(self, out: Tensor, source: int) -> Pending:
         """Start to receive into ``out`` from rank ``source``."""
-        works = dist.batch_isend_irecv([dist.P2POp(dist.irecv, out, source)])
+        operation = dist.P2POp(dist.irecv, out, source, self._channels.get((source, self._book.rank)))
+        works = dist.batch_isend_irecv([operation])
         doing = self._book.doing
         return Pending(_waiter(works, out, self._book, f"{doing}, from rank {source}"), self._book, "recv pp")
 

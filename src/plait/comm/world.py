@@ -47,7 +47,7 @@ class World:
         if self._shared:
             self._wire: SharedMemoryWire | TorchWire = SharedMemoryWire(self.book, self._connect)
         else:
-            self._wire = TorchWire(self.book)
+            self._wire = TorchWire(self.book, self._channels())
 
     @classmethod
     def alone(cls, device: torch.device | str = "cpu") -> World:
@@ -123,6 +123,23 @@ class World:
             return SharedMemoryGroup(name, mine, self.book, self._rings(f"{self._named}/{mine[0]}", mine))
         assert made is not None
         return TorchGroup(name, mine, self.book, made, self.device)
+
+    def _channels(self) -> dict[tuple[int, int], dist.ProcessGroup]:
+        """A communicator for each direction between this rank and its neighbours on the pipeline's ring (NCCL only)."""
+        if self.device.type != "cuda" or self.mesh.pp == 1:
+            return {}
+        line = self.mesh.group(self.rank, ["pp"])
+        here = line.index(self.rank)
+        before, after = line[here - 1], line[(here + 1) % len(line)]
+        pairs = {pair for other in (before, after) for pair in ((self.rank, other), (other, self.rank))}
+        # Members alone make a group, one after the other in an order that all share: so nobody waits in a circle.
+        patience = timedelta(seconds=self.book.timeout)
+        return {
+            pair: dist.new_group(
+                sorted(pair), timeout=patience, use_local_synchronization=True, group_desc=f"pp {pair}"
+            )
+            for pair in sorted(pairs, key=lambda pair: (sorted(pair), pair))
+        }
 
     @property
     def wire(self) -> SharedMemoryWire | TorchWire:

@@ -79,6 +79,50 @@ class _Step:
 
 
 @final
+class _HostClock:
+    """Spans of work that is done when its call returns."""
+
+    def __init__(self, sink: SpanSink) -> None:
+        self._sink = sink
+
+    def begin(self, action: Action) -> Callable[[], None]:
+        """Start a span; the function returned ends it."""
+        start = perf_counter()
+        return lambda: self._sink(COMPUTE, action.kind.value, str(action), start, perf_counter())
+
+    def close(self) -> None:
+        """Nothing is outstanding."""
+
+
+@final
+class _DeviceClock:
+    """Spans of work that a CUDA stream does later: marks on the stream, read when the step is over."""
+
+    def __init__(self, sink: SpanSink) -> None:
+        self._sink = sink
+        self._spans: list[tuple[Action, torch.cuda.Event, torch.cuda.Event]] = []
+        torch.cuda.synchronize()
+        self._origin, self._start = _mark(), perf_counter()
+
+    def begin(self, action: Action) -> Callable[[], None]:
+        start = _mark()
+        return lambda: self._spans.append((action, start, _mark()))
+
+    def close(self) -> None:
+        """Wait for the stream and hand the spans on, in seconds of the host's clock."""
+        torch.cuda.synchronize()
+        for action, start, end in self._spans:
+            edges = [self._start + self._origin.elapsed_time(mark) / 1e3 for mark in (start, end)]
+            self._sink(COMPUTE, action.kind.value, str(action), edges[0], edges[1])
+
+
+def _mark() -> torch.cuda.Event:
+    mark = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    mark.record()
+    return mark
+
+
+@final
 class Executor:
     """Runs this rank's list of a lowered schedule over its stages."""
 
@@ -108,21 +152,23 @@ class Executor:
             self._zero.start()
         homes = schedule.placement
         book = self._world.book
+        clock = (_DeviceClock if device.type == "cuda" else _HostClock)(sink)
         with torch.set_grad_enabled(step.train):
             for action in actions:
                 book.doing = f"{action.kind} of stage {action.stage}, microbatch {action.microbatch}"
                 if action.kind in (Kind.F, Kind.B, Kind.W):
                     book.phase = action.kind.value
                     self._await_input(action, step)  # before the span begins: standing still is no compute
-                    begin = perf_counter()
+                    end = clock.begin(action)
                     self._compute(action, step, homes, split=action.stage in schedule.splits)
-                    sink(COMPUTE, action.kind.value, str(action), begin, perf_counter())
+                    end()
                 elif action.kind is Kind.REDUCE:
                     self._zero.reduce(action.stage)
                 else:
                     self._communicate(action, step, homes)
         book.doing, book.phase = "", "step"
         self._world.wire.flush()
+        clock.close()
         return torch.stack(step.losses).sum() if step.losses else torch.zeros((), device=device)
 
     def _compute(self, action: Action, step: _Step, homes: tuple[int, ...], *, split: bool) -> None:
