@@ -216,19 +216,19 @@ def _exit_codes() -> str:
 
 _METRICS = {
     "step": "optimizer step, from 0",
-    "loss": "mean loss of the global batch's unmasked targets",
+    "loss": "mean loss over the global batch's unmasked targets",
     "grad_norm": "global gradient norm, before clipping",
     "lr": "learning rate",
-    "tokens": "tokens trained on so far",
-    "step_time_s": "seconds of the step",
+    "tokens": "tokens of the step",
+    "step_time_s": "seconds of the step, on the slowest rank",
     "tokens_per_s": "tokens a second, all ranks together",
     "tokens_per_s_per_device": "the same, a rank",
     "bubble_rate": "1 - compute spans / (ranks x makespan), measured",
-    "bubble_rate_predicted": "the simulator's, fed with the measured stage costs",
-    "comm_fraction": "share of the step in which ranks stood still in communication",
-    "comm_bytes": "bytes sent, by axis",
-    "memory_peak_bytes": "a list, one a rank",
-    "mfu": "model FLOPs / the device's peak; null where the peak is unknown",
+    "bubble_rate_predicted": "the simulator's, fed with the step's mean costs of each stage",
+    "comm_fraction": "share of the step that ranks spent in communication calls, in the mean; null on GPUs",
+    "comm_bytes": "bytes sent by all ranks, by axis; `world`: what all ranks share",
+    "memory_peak_bytes": "a list, one a rank: of the process, on a GPU of its allocator",
+    "mfu": "model FLOPs / the device's peak; null where the peak is unknown (`device.json` says)",
 }
 
 

@@ -15,8 +15,8 @@ from plait.checkpoint.store import PieceRecord, write_manifest, write_shard
 from plait.comm.world import World
 from plait.core.shard import Box
 from plait.models.config import ModelConfig, parameter_shapes
-from plait.parallel.rules import DATA_AXES
 from plait.parallel.flat import Held
+from plait.parallel.rules import DATA_AXES
 from plait.parallel.zero import Zero
 
 Stretch = tuple[Held, int, Tensor]

@@ -80,7 +80,7 @@ class Meter:
         step_time = float(took.max())
         tokens = self._setup.config.train.global_batch * self._setup.config.data.seq
         measured = Bubble(compute=float(compute.sum()), ranks=len(rows), makespan=float(last.max() - first.min()))
-        # On a GPU the host's spans are those of launches, which say nothing of when the work is done.
+        # On a GPU the host's waits are those of launches; compute spans come from marks on the stream.
         timed = self._world.device.type == "cpu"
         rate, size = tokens / step_time, self._world.mesh.world_size
         used = {*(axis for axis, count in self._world.mesh.sizes.items() if count > 1), "world"}
@@ -93,8 +93,8 @@ class Meter:
             "step_time_s": step_time,
             "tokens_per_s": rate,
             "tokens_per_s_per_device": rate / size,
-            "bubble_rate": measured.rate if timed else None,
-            "bubble_rate_predicted": self._predicted(stages.sum(0)) if timed else None,
+            "bubble_rate": measured.rate,
+            "bubble_rate_predicted": self._predicted(stages.sum(0)),
             "comm_fraction": float((waited / took).mean()) if timed else None,
             "comm_bytes": {axis: int(count) for axis, count in zip(AXES, sent.sum(0), strict=True) if axis in used},
             "memory_peak_bytes": [int(size) for size in memory],
