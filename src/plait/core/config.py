@@ -169,8 +169,8 @@ class Config:
 
 DEFAULT: Mapping[str, Mapping[str, object]] = {
     "model": {"preset": "tiny"},
-    "train": {"steps": 60, "global_batch": 16, "eval_every": 20},
-    "optimizer": {"lr": 3e-3, "warmup": 5},
+    "train": {"steps": 80, "global_batch": 16, "eval_every": 40},
+    "optimizer": {"lr": 3e-3, "warmup": 10},
     "plan": {"tp": 2, "pp": 2, "micro": 4},
 }
 """The run without a run file: a small model on the standard library's own sources."""
