@@ -191,6 +191,34 @@ def test_random_interleavings_of_groups_and_messages(pool: Pool, seed: int) -> N
     assert pool.run(4, run_interleaved, seed, "auto", 300) == [300] * 4
 
 
+def run_full_ring(connect: Connect) -> list[float]:
+    """Rank 0 starts its second operation before the first has been read everywhere, rank 1 after: the operations lie
+    elsewhere in their rings. Rank 0 then finds no room for the fourth until rank 1 has read the second; rank 1, which
+    found room, waits for a message that rank 0 sends after that."""
+    with rings_of(100 * 64, 100 * 64):
+        world = connect(Mesh(tp=2), timeout=4.0)
+        group = world.group("tp")
+        first, *others = [torch.ones(lines * 16) for lines in (60, 30, 50, 20)]
+        message = torch.zeros(4)
+        if world.rank == 0:
+            opened, *rest = [group.all_reduce(first), group.all_reduce(others[0])]
+            opened.wait()
+            rest += [group.all_reduce(x) for x in others[1:]]
+            world.wire.send(torch.full((4,), 7.0), 1)
+        else:
+            group.all_reduce(first).wait()
+            time.sleep(0.3)
+            rest = [group.all_reduce(x) for x in others]
+            world.wire.recv(message, 0).wait()
+        sums = [float(pending.wait().sum()) for pending in rest]
+        world.wire.flush()
+        return [*sums, float(message.sum())]
+
+
+def test_a_rank_that_waits_makes_room_for_the_others(pool: Pool) -> None:
+    assert pool.run(2, run_full_ring) == [[960, 1600, 640, 0], [960, 1600, 640, 28]]
+
+
 # Bits
 
 

@@ -76,7 +76,7 @@ class Run:
     freeze: tuple[str, ...] = ()
     """Parts of names of parameters that do not train."""
     skip: int | None = None
-    """A layer that is not run: its parameters get no gradient at all."""
+    """A layer that is not run in steps 0, 2, 4 ...: its parameters get no gradient at all, and have one in between."""
     seq: int = SEQ
     empty: int = 0
     transport: str = "auto"
@@ -143,15 +143,18 @@ def build(connect: Connect, text: str, world_size: int, config: ModelConfig, run
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(not _frozen(name, run))
     parallel = parallelize(model, plan, world, weights=InitSource(config, 3))
-    for stage in parallel.stages:
-        assert isinstance(stage.module, Decoder)
-        _skip(stage.module, run)
     return parallel, plan
 
 
-def _skip(model: Decoder, run: Run) -> None:
-    if run.skip is not None and str(run.skip) in model.layers:
-        model.layers[str(run.skip)].forward = lambda h_ND, rope, batch: h_ND  # type: ignore[method-assign]
+def _skip(model: torch.nn.Module, run: Run, step: int) -> None:
+    assert isinstance(model, Decoder)
+    if run.skip is None or str(run.skip) not in model.layers:
+        return
+    block = model.layers[str(run.skip)]
+    if step % 2 == 0:
+        block.forward = lambda h_ND, rope, batch: h_ND  # type: ignore[method-assign]
+    else:
+        del block.forward
 
 
 def adamw(decay: list[Any], rest: list[Any]) -> torch.optim.AdamW:
@@ -167,6 +170,8 @@ def cut_run(connect: Connect, text: str, world_size: int, config: ModelConfig, r
     optimizer = adamw(*parallel.zero.optimizer_groups())
     losses, norms, grads = [], [], []
     for step in range(run.steps):
+        for stage in parallel.stages:
+            _skip(stage.module, run, step)
         batch = global_batch(config, step, run)
         loss = parallel.forward_backward(microbatches(batch, plan, world.at["dp"]), count(batch))
         losses.append(float(loss))
@@ -218,13 +223,13 @@ def one_process(config: ModelConfig, run: Run) -> dict[str, Any]:
     """The reference: the plain model, torch's autograd, clipping and AdamW on whole tensors."""
     model = Decoder(config, seed=7)
     initialise(model, InitSource(config, 3))
-    _skip(model, run)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(not _frozen(name, run))
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
     optimizer = adamw([p for p in named.values() if p.dim() >= 2], [p for p in named.values() if p.dim() < 2])
     losses, norms, grads = [], [], {}
     for step in range(run.steps):
+        _skip(model, run, step)
         batch = global_batch(config, step, run)
         real = rows(batch, slice(0, GLOBAL_BATCH - run.empty))
         loss = model.loss(model(None, real), real.targets_BT.flatten()) / count(batch)

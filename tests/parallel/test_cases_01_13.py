@@ -189,7 +189,8 @@ def test_p13_frozen_parameters_have_no_state(pool: Pool, text: str, world_size: 
 
 @pytest.mark.parametrize(("text", "world_size"), [("dp=2 zero=1", 2), ("tp=2 dp=2", 4), ("pp=2 dp=2 zero=1", 4)])
 def test_p13_parameters_without_a_gradient(pool: Pool, text: str, world_size: int) -> None:
-    """A layer is not run at all, with small buckets whose reductions overlap: its gradients count as zero."""
+    """A layer is not run in steps 0 and 2, with small buckets whose reductions overlap: its gradients count as zero,
+    and those of the step before are forgotten."""
     for skip in (0, 2):
         results = check_equal(
             pool, f"{text} micro=2 bucket_mb=0.005", world_size, MODELS["llama"], Run(steps=3, skip=skip)
