@@ -1,17 +1,17 @@
-"""A cut run against one process: errors of loss, norm, activations and every gradient, beside what rounding explains.
+"""A cut run against one process: errors of loss, norm, activations, gradients, updates, and what rounding explains.
 
-Errors are relative: ``|a - b| / max(|b|, floor)`` in the Frobenius norm, b being the one process. The analysis of floor
-and tolerances, with measurements, is docs/verification.md; in short:
+Both sides are at the same weights in every step (`plait.train.verify` brings the one process to the plan's). Errors are
+relative: ``|a - b| / max(|b|, floor)`` in the Frobenius norm, b being the one process. The analysis of floor and
+tolerances, with measurements, is docs/verification.md; in short:
 
 * *Rounding.* Both sides add the same numbers in different orders. A gradient's relative rounding error grows with the
   roundings on its way, that is with the square root of the layers when they are independent, times the unit roundoff of
-  what is stored between operations: 2^-24 in fp32, 2^-8 in bf16 (there against a reference in fp32).
+  what is stored between operations: 2^-24 in fp32, 2^-8 in bf16 (there against a reference in fp32). Loss and norm are
+  means over many such errors. An update follows from given gradients in fp32, whatever the precision of the plan.
 * *Floor.* The gradient of some parameters is zero in exact arithmetic (a key bias under softmax without rotary
   positions), or nearly cancels; what is left is rounding error of the summands. The floor is `FLOOR` of a typical
-  parameter's gradient, the global norm over the square root of the number of parameters.
-* *Later steps.* Gradients of the first step are taken at the same weights, those of later steps are not. AdamW's first
-  updates are ``lr * sign(gradient)``; of gradients with relative error e, a share of about e has no certain sign, so
-  the update's relative error is about the square root of e, and that of the next gradients at most as large.
+  parameter's gradient, the global norm over the square root of the number of parameters. An update is floored by the
+  rounding of the weights that it is the difference of.
 """
 
 from __future__ import annotations
@@ -27,25 +27,31 @@ FLOOR = 1e-3
 ROUNDOFF = {"fp32": 2.0**-24, "bf16": 2.0**-8}
 """Unit roundoff of the numbers that layers hand on, by precision of the plan."""
 MARGIN = {"fp32": 64.0, "bf16": 12.0}
-"""Tolerance of gradients and activations at the same weights, in roundoffs times the square root of (layers + 2)."""
+"""Tolerance of gradients and activations, in roundoffs times the square root of (layers + 2)."""
 SCALAR_MARGIN = {"fp32": 64.0, "bf16": 2.0}
-"""Tolerance of loss and gradient norm, in roundoffs, for each step so far: their errors are means over many numbers."""
+"""Tolerance of loss and gradient norm, in roundoffs."""
+UPDATE = 2.0**-16
+"""Tolerance of updates: 256 fp32 roundoffs."""
 HEAD = "norm, head and loss"
 """Where a forward goes wrong whose last layer's output is still right."""
+NORM = "the global gradient norm"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """What one side had at one step, before clipping.
+    """What one side had at one step.
 
     ``hidden``: activations at the end of the embedding and of each layer, in forward order: sum of squares, then sums
-    under fixed random projections. ``gradient``: name -> the whole fp32 gradient.
+    under fixed random projections. By name, whole and in fp32: ``gradient`` before clipping, ``weight`` before the
+    step, ``update`` that the optimizer added to it.
     """
 
     loss: float
     norm: float
     hidden: Mapping[str, Sequence[float]]
     gradient: Callable[[str], Tensor]
+    weight: Callable[[str], Tensor]
+    update: Callable[[str], Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,10 +83,11 @@ class StepReport:
     norm: Check
     hidden: tuple[Check, ...]
     gradients: tuple[Check, ...]
+    updates: tuple[Check, ...]
 
     @property
     def checks(self) -> tuple[Check, ...]:
-        return (self.loss, self.norm, *self.hidden, *self.gradients)
+        return (self.loss, self.norm, *self.hidden, *self.gradients, *self.updates)
 
     @property
     def passed(self) -> bool:
@@ -89,7 +96,7 @@ class StepReport:
 
 @dataclass(frozen=True, kw_only=True)
 class Divergence:
-    """Where a run first goes wrong: ``way`` is forward or backward, ``names`` the gradients that are off there."""
+    """Where a run first goes wrong: ``way`` is forward, backward or update, ``names`` the parameters off there."""
 
     step: int
     way: str
@@ -109,11 +116,16 @@ class Report:
         return all(step.passed for step in self.steps)
 
     @property
-    def worst(self) -> tuple[int, Check]:
-        """(step, the parameter whose gradient is worst) of the first failing step, or of all steps if none fails."""
+    def worst(self) -> tuple[int, str, Check]:
+        """(step, gradient or update, the worst parameter) of the first failing step, or of all steps if none fails."""
         failed = [step for step in self.steps if not step.passed][:1]
-        rows = [(step.step, check) for step in failed or self.steps for check in step.gradients]
-        return max(rows, key=lambda row: row[1].severity)
+        rows = [
+            (step.step, what, check)
+            for step in failed or self.steps
+            for what, checks in (("gradient", step.gradients), ("update", step.updates))
+            for check in checks
+        ]
+        return max(rows, key=lambda row: row[2].severity)
 
     @property
     def divergence(self) -> Divergence | None:
@@ -125,17 +137,18 @@ class Report:
         # Forward runs first: activations that are off spoil the loss, and with it every gradient.
         broken = next((check.name for check in step.hidden if not check.passed), None)
         if broken is not None or not step.loss.passed:
-            place = broken or HEAD
-            return Divergence(
-                step=step.step, way="forward", place=place, names=tuple(n for n in off if place_of(n) == place)
-            )
+            return _at(step.step, "forward", broken or HEAD, off)
         # Then backward, from the loss to the embedding: what is off nearest to the loss came first.
-        if not off:
-            return Divergence(step=step.step, way="backward", place="the global gradient norm", names=())
-        place = place_of(off[-1])
-        return Divergence(
-            step=step.step, way="backward", place=place, names=tuple(n for n in off if place_of(n) == place)
-        )
+        if off:
+            return _at(step.step, "backward", place_of(off[-1]), off)
+        if not step.norm.passed:
+            return _at(step.step, "backward", NORM, [])
+        off = [check.name for check in step.updates if not check.passed]
+        return _at(step.step, "update", place_of(off[0]), off)
+
+
+def _at(step: int, way: str, place: str, off: Sequence[str]) -> Divergence:
+    return Divergence(step=step, way=way, place=place, names=tuple(name for name in off if place_of(name) == place))
 
 
 def place_of(name: str) -> str:
@@ -144,15 +157,9 @@ def place_of(name: str) -> str:
     return ".".join(part[:2]) if part[0] == "layers" else "embed" if part[0] == "embed" else HEAD
 
 
-def tolerance(precision: str, layers: int, step: int) -> float:
-    """Largest relative error of gradients and activations that rounding explains at ``step`` (from 0)."""
-    first = MARGIN[precision] * ROUNDOFF[precision] * math.sqrt(layers + 2)
-    return first if step == 0 else math.sqrt(first)
-
-
-def scalar_tolerance(precision: str, step: int) -> float:
-    """The same for the loss and the gradient norm."""
-    return SCALAR_MARGIN[precision] * ROUNDOFF[precision] * (1 + step)
+def tolerance(precision: str, layers: int) -> float:
+    """Largest relative error of gradients and activations that rounding explains."""
+    return MARGIN[precision] * ROUNDOFF[precision] * math.sqrt(layers + 2)
 
 
 def compare(
@@ -164,9 +171,9 @@ def compare(
     layers: int,
 ) -> Report:
     """Hold ``candidate`` to ``reference``, step by step; ``shapes``: the parameters to compare, in forward order."""
+    limit, scalar = tolerance(precision, layers), SCALAR_MARGIN[precision] * ROUNDOFF[precision]
     steps = []
     for number, (one, cut) in enumerate(zip(reference, candidate, strict=True)):
-        limit, scalar = tolerance(precision, layers, number), scalar_tolerance(precision, number)
         floor = FLOOR * one.norm / math.sqrt(len(shapes))
         steps.append(
             StepReport(
@@ -176,12 +183,17 @@ def compare(
                 loss=_scalar("loss", cut.loss, one.loss, scalar),
                 norm=_scalar("gradient norm", cut.norm, one.norm, scalar),
                 hidden=tuple(_hidden(name, cut.hidden[name], one.hidden[name], limit) for name in one.hidden),
-                gradients=tuple(
-                    _gradient(name, cut.gradient(name), one.gradient(name), floor, limit) for name in shapes
-                ),
+                gradients=tuple(_tensor(name, cut.gradient(name), one.gradient(name), floor, limit) for name in shapes),
+                updates=tuple(_update(name, cut, one) for name in shapes),
             )
         )
     return Report(steps=tuple(steps), shapes=dict(shapes))
+
+
+def _update(name: str, cut: Step, one: Step) -> Check:
+    # A weight's new value is rounded, on either side: below that, an update has no digits to compare.
+    floor = 4 * ROUNDOFF["fp32"] * float(one.weight(name).double().norm()) / UPDATE
+    return _tensor(name, cut.update(name), one.update(name), floor, UPDATE)
 
 
 def _scalar(name: str, cut: float, one: float, limit: float) -> Check:
@@ -196,7 +208,7 @@ def _hidden(name: str, cut: Sequence[float], one: Sequence[float], limit: float)
     return Check(name=name, error=_relative(max(math.sqrt(square), scale), math.sqrt(one[0])), tolerance=limit)
 
 
-def _gradient(name: str, cut: Tensor, one: Tensor, floor: float, limit: float) -> Check:
+def _tensor(name: str, cut: Tensor, one: Tensor, floor: float, limit: float) -> Check:
     difference = float((cut.double() - one.double()).norm())
     return Check(name=name, error=_relative(difference, max(float(one.double().norm()), floor)), tolerance=limit)
 

@@ -1,8 +1,11 @@
 """``plait verify``: a few steps under the plan and on one process, from the same weights and batches, side by side.
 
 The one process is what `plait.models` alone makes: torch's autograd, clipping and AdamW on whole tensors, in fp32; it
-knows nothing of plans. The ranks do the trainer's own steps; each writes the reduced gradients it owns to a folder of
-plait weights. `plait.train.compare` says what of the difference rounding explains.
+knows nothing of plans. The ranks do the trainer's own steps; after each they write the gradients and weights that they
+own to folders of plait weights. The one process takes each step from the plan's weights, and its optimizer gets the
+plan's gradients: so every step is compared at the same point. (Two free runs drift apart by more than any bug: Adam's
+first updates are ``lr * sign(gradient)``, and the sign of a gradient smaller than its rounding error is anyone's.)
+`plait.train.compare` says what of the difference rounding explains.
 """
 
 from __future__ import annotations
@@ -10,7 +13,7 @@ from __future__ import annotations
 import json
 import math
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast, final
 
@@ -23,7 +26,7 @@ from plait.core.config import Config, dump, loads
 from plait.models.batch import Batch
 from plait.models.config import parameter_shapes
 from plait.models.decoder import Decoder
-from plait.models.init import initialise
+from plait.models.init import WeightSource, initialise
 from plait.train.compare import Step, compare
 from plait.train.exchange import gather_json, write_stretches
 from plait.train.launch import Place, Worker, launch, placed
@@ -98,7 +101,7 @@ def run(config: Config, *, steps: int = 3, as_json: bool = False) -> int:
         if not reports:
             return 0
         report = compare(
-            one_process(setup, steps),
+            one_process(setup, Path(folder), steps),
             stored_steps(setup, Path(folder)),
             trained_shapes(setup),
             precision=setup.plan.precision,
@@ -118,7 +121,7 @@ def trained_shapes(setup: Setup) -> dict[str, tuple[int, ...]]:
 
 
 def run_rank(worker: Worker, text: str, steps: int, folder: str) -> None:
-    """One rank: the trainer's steps. Gradients of step k go to ``k/`` of rank 0's ``folder``, numbers to steps.json."""
+    """One rank: the trainer's steps. Step k leaves ``k/gradients`` and ``k/weights`` in rank 0's ``folder``."""
     config = loads(text)
     setup = prepare(config, world_size=worker.place.world_size)
     world = worker.connect(setup.plan.mesh(setup.world_size))
@@ -126,7 +129,7 @@ def run_rank(worker: Worker, text: str, steps: int, folder: str) -> None:
     home = Path(str(gather_json(world, folder)[0]))
     parallel, samples, probe = build(setup, world), open_samples(setup), Probe()
     optimizer = make_optimizer(config, parallel)
-    tp = world.at["tp"]
+    tp, zero, names = world.at["tp"], parallel.zero, trained_shapes(setup)
     if setup.plan.sp or tp == 0:
         for stage in parallel.stages:
             _watch(probe, cast(Decoder, stage.module), (tp, setup.plan.tp) if setup.plan.sp else (0, 1))
@@ -134,8 +137,8 @@ def run_rank(worker: Worker, text: str, steps: int, folder: str) -> None:
     for step in range(steps):
         loss, norm = train_step(setup, parallel, samples, optimizer, step, rate_of(config, step))
         rows.append({"loss": loss, "norm": norm, "hidden": _sum(gather_json(world, probe.take()))})
-        gradients = parallel.zero.gradients()
-        write_stretches(home / str(step), world, setup.model, setup.plan.zero, gradients, trained_shapes(setup))
+        for kind, stretches in (("gradients", zero.gradients()), ("weights", zero.masters())):
+            write_stretches(home / str(step) / kind, world, setup.model, setup.plan.zero, stretches, names)
     if world.rank == 0:
         (home / "steps.json").write_text(json.dumps(rows), encoding="utf-8")
     world.close()
@@ -143,23 +146,34 @@ def run_rank(worker: Worker, text: str, steps: int, folder: str) -> None:
 
 def stored_steps(setup: Setup, folder: Path) -> Iterator[Step]:
     """What `run_rank` left in ``folder``, its clipping undone."""
+    before = weight_source(setup)
     for number, row in enumerate(json.loads((folder / "steps.json").read_text(encoding="utf-8"))):
-        weights, factor = WeightFolder(folder / str(number)), clip_factor(row["norm"], setup.config.optimizer.clip)
-        yield Step(
-            loss=row["loss"],
-            norm=row["norm"],
-            hidden=row["hidden"],
-            gradient=lambda name, weights=weights, factor=factor: weights.read(name) / factor,  # type: ignore[misc]
-        )
+        gradients, after = (WeightFolder(folder / str(number) / kind) for kind in ("gradients", "weights"))
+        yield _stored_step(row, gradients, before, after, clip_factor(row["norm"], setup.config.optimizer.clip))
+        before = after
 
 
-def one_process(setup: Setup, steps: int) -> Iterator[Step]:
-    """The reference: the same steps on whole tensors. A step's gradients are there until the next one is asked for."""
+def _stored_step(
+    row: Mapping[str, Any], gradients: WeightFolder, before: WeightSource, after: WeightFolder, clipped: float
+) -> Step:
+    return Step(
+        loss=row["loss"],
+        norm=row["norm"],
+        hidden=row["hidden"],
+        gradient=lambda name: gradients.read(name) / clipped,
+        weight=before.read,
+        update=lambda name: after.read(name) - before.read(name).float(),
+    )
+
+
+def one_process(setup: Setup, folder: Path, steps: int) -> Iterator[Step]:
+    """The reference, on whole tensors: each step from the weights, and its update by the gradients, in ``folder``."""
     config = setup.config
     place = Place(rank=0, local_rank=0, world_size=1)
     device = Worker(place=place, device=config.run.device, timeout=config.run.timeout).torch_device()
     model = Decoder(setup.model, seed=config.train.seed)
-    initialise(model, weight_source(setup))
+    source = weight_source(setup)
+    initialise(model, source)
     model.to(device)
     for name in frozen_names(config, setup.model):
         model.get_parameter(name).requires_grad_(False)
@@ -167,28 +181,49 @@ def one_process(setup: Setup, steps: int) -> Iterator[Step]:
     optimizer = _plain_adamw(config, list(trained.values()))
     samples, probe = open_samples(setup), Probe()
     _watch(probe, model, (0, 1))
-
-    def gradient(name: str) -> Tensor:
-        grad = trained[name].grad
-        return torch.zeros(trained[name].shape) if grad is None else grad.cpu()
-
     for step in range(steps):
-        optimizer.zero_grad()
         total, count = 0.0, max(samples.target_count(step), 1)
         for first in range(0, config.train.global_batch, setup.plan.micro):
             batch = to_device(samples.batch(step, range(first, first + setup.plan.micro)), device)
             loss = model.loss(model(None, batch), batch.targets_BT.flatten()) / count
             loss.backward()
             total += float(loss.detach())
+        gradients = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in trained.items()}
         # In fp64: the fp32 norm of a large tensor is off by 1e-4 and more on CPU.
-        norm = math.sqrt(sum(float(p.grad.double().square().sum()) for p in trained.values() if p.grad is not None))
-        yield Step(loss=total, norm=norm, hidden=probe.take(), gradient=gradient)
-        if config.optimizer.clip:
-            whole = torch.tensor(norm, device=device)
-            torch.nn.utils.clip_grads_with_norm_(trained.values(), config.optimizer.clip, whole)
-        for group in optimizer.param_groups:
-            group["lr"] = rate_of(config, step)
-        optimizer.step()
+        norm = math.sqrt(sum(float(gradient.double().square().sum()) for gradient in gradients.values()))
+        _take_step(optimizer, trained, WeightFolder(folder / str(step) / "gradients"), rate_of(config, step))
+        yield Step(
+            loss=total,
+            norm=norm,
+            hidden=probe.take(),
+            gradient=_on_cpu(gradients),
+            weight=source.read,
+            update=_difference(trained, source),
+        )
+        source = WeightFolder(folder / str(step) / "weights")
+        with torch.no_grad():
+            for name, parameter in trained.items():
+                parameter.copy_(source.read(name))
+
+
+def _take_step(
+    optimizer: torch.optim.AdamW, trained: Mapping[str, nn.Parameter], gradients: WeightSource, lr: float
+) -> None:
+    """AdamW with the given gradients, which are clipped already."""
+    for name, parameter in trained.items():
+        parameter.grad = gradients.read(name).to(parameter.device)
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def _on_cpu(gradients: Mapping[str, Tensor]) -> Callable[[str], Tensor]:
+    return lambda name: gradients[name].cpu()
+
+
+def _difference(trained: Mapping[str, nn.Parameter], before: WeightSource) -> Callable[[str], Tensor]:
+    return lambda name: trained[name].detach().cpu() - before.read(name).float()
 
 
 def clip_factor(norm: float, clip: float) -> float:

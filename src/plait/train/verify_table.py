@@ -16,23 +16,28 @@ from plait.train.compare import Check, Report, place_of
 ROWS = 40
 """Longer lists of parameters are shown layer by layer, each by its worst."""
 _BAR = 20
+"""Columns of a whole bar; narrow terminals get shorter ones, or none: names and numbers come first."""
+_SHORTEST = 4
 
 
 def show(report: Report, console: Console) -> None:
-    """Print losses and norms, every parameter's error beside its tolerance, and what follows from them."""
+    """Print losses and norms, every parameter's errors beside their tolerances, and what follows from them."""
     console.print(_scalars(report))
-    console.print(_gradients(report))
-    step, worst = report.worst
-    place = f"worst parameter: [bold]{worst.name}[/] at step {step + 1}: {_text(worst)}"
+    console.print(_parameters(report, console.width))
+    step, what, worst = report.worst
+    place = f"worst parameter: [bold]{worst.name}[/], its {what} at step {step + 1}: {_text(worst)}"
     if report.passed:
-        console.print(f"[green]equal[/] to one process within tolerance; {place}")
+        console.print(f"[green]equal[/] to one process within tolerance; {place}", soft_wrap=True)
         return
-    console.print(f"[red]NOT equal[/] to one process; {place}")
+    console.print(f"[red]NOT equal[/] to one process; {place}", soft_wrap=True)
     found = report.divergence
     assert found is not None, "what did not pass diverges somewhere"
-    console.print(f"{found.way} diverges first at [bold]{found.place}[/], in step {found.step + 1}; {_where(report)}")
+    console.print(
+        f"{found.way} diverges first at [bold]{found.place}[/], in step {found.step + 1}; {_where(found.way)}",
+        soft_wrap=True,
+    )
     if found.names:
-        console.print(f"its gradients that are off: {', '.join(found.names)}")
+        console.print(f"off there: {', '.join(found.names)}", soft_wrap=True)
     for row in report.steps[found.step].checks:
         if not row.passed and row.name not in report.shapes:
             console.print(f"off as well: {row.name}: {_text(row)}")
@@ -41,7 +46,7 @@ def show(report: Report, console: Console) -> None:
 def document(report: Report, plan: Plan) -> dict[str, object]:
     """The whole report; numbers that are not finite are None."""
     found = report.divergence
-    step, worst = report.worst
+    step, what, worst = report.worst
     return {
         "passed": report.passed,
         "plan": str(plan),
@@ -56,17 +61,22 @@ def document(report: Report, plan: Plan) -> dict[str, object]:
             for row in report.steps
         ],
         "parameters": [
-            {"name": name, "shape": list(shape), "steps": [_plain(checks[index]) for checks in _by_step(report)]}
+            {
+                "name": name,
+                "shape": list(shape),
+                "gradient": [_plain(row.gradients[index]) for row in report.steps],
+                "update": [_plain(row.updates[index]) for row in report.steps],
+            }
             for index, (name, shape) in enumerate(report.shapes.items())
         ],
-        "worst": {"step": step} | _plain(worst),
+        "worst": {"step": step, "what": what} | _plain(worst),
         "diverges": None
         if found is None
         else {"step": found.step, "way": found.way, "place": found.place, "parameters": list(found.names)},
     }
 
 
-def _by_step(report: Report) -> list[tuple[Check, ...]]:
+def _gradients(report: Report) -> list[tuple[Check, ...]]:
     return [row.gradients for row in report.steps]
 
 
@@ -82,39 +92,34 @@ def _pair(values: tuple[float, float], check: Check) -> Mapping[str, object]:
 
 def _scalars(report: Report) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for name in ("step", "loss: plan", "one process", "error", "norm: plan", "one process", "error", "tolerance"):
-        table.add_column(name, justify="right")
+    for name in ("step", "", "plan", "one process", "error", "tolerance"):
+        table.add_column(name, justify="left" if not name else "right", no_wrap=True)
     for row in report.steps:
-        table.add_row(
-            str(row.step + 1),
-            f"{row.losses[0]:.6f}",
-            f"{row.losses[1]:.6f}",
-            _marked(row.loss),
-            f"{row.norms[0]:.6f}",
-            f"{row.norms[1]:.6f}",
-            _marked(row.norm),
-            f"{row.loss.tolerance:.1e}",
-        )
+        for number, values, check in ((str(row.step + 1), row.losses, row.loss), ("", row.norms, row.norm)):
+            numbers = [f"{value:.7g}" for value in values]
+            table.add_row(number, check.name, *numbers, _marked(check), Text(f"{check.tolerance:.1e}", style="dim"))
     return table
 
 
-def _gradients(report: Report) -> Table:
-    """Errors of the first step, at the same weights, beside the largest of the later ones."""
-    first, *later = _by_step(report)
-    phases = [("step 1", first)]
-    if later:
-        name = "step 2" if len(later) == 1 else f"steps 2-{len(later) + 1}"
-        phases.append((name, tuple(max(found, key=_severity) for found in zip(*later, strict=True))))
+def _parameters(report: Report, width: int) -> Table:
+    """The worst of all steps for every parameter: of its gradient, and of its update for given gradients."""
+    columns = [
+        (name, [max(found, key=_severity) for found in zip(*checks, strict=True)])
+        for name, checks in (("gradient", _gradients(report)), ("update", [row.updates for row in report.steps]))
+    ]
+    rows = _rows(report)
+    bar = min(_BAR, width - max(len(label) for label, _ in rows) - 25 * len(columns) - 5)
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("gradient of", no_wrap=True)
-    for name, _ in phases:
+    table.add_column(f"worst of {len(report.steps)} steps" if len(report.steps) > 1 else "", no_wrap=True)
+    for name, _ in columns:
         table.add_column(name, justify="right", no_wrap=True)
         table.add_column("tolerance", justify="right", no_wrap=True)
-    table.add_column("error / tolerance", width=_BAR + 1, no_wrap=True)
-    for label, indices in _rows(report):
-        worst = [max((checks[index] for index in indices), key=_severity) for _, checks in phases]
+    if bar >= _SHORTEST:
+        table.add_column("error / tolerance", width=bar + 1, no_wrap=True)
+    for label, indices in rows:
+        worst = [max((checks[index] for index in indices), key=_severity) for _, checks in columns]
         cells = [cell for check in worst for cell in (_marked(check), Text(f"{check.tolerance:.1e}", style="dim"))]
-        table.add_row(label, *cells, _bar(max(worst, key=_severity)))
+        table.add_row(label, *cells, *([_bar(max(worst, key=_severity), bar)] if bar >= _SHORTEST else []))
     return table
 
 
@@ -141,16 +146,18 @@ def _text(check: Check) -> str:
     return f"error {check.error:.1e}, tolerance {check.tolerance:.1e}"
 
 
-def _bar(check: Check) -> Text:
+def _bar(check: Check, width: int) -> Text:
     """Logarithmic: full at the tolerance, empty at a thousandth of it."""
     if not check.passed:
-        return Text("█" * _BAR + "▶", style="red")
+        return Text("█" * width + "▶", style="red")
     share = 1 + math.log10(check.severity) / 3 if check.severity > 0 else 0.0
-    return Text("█" * max(0, round(share * _BAR)), style="green")
+    return Text("█" * max(0, round(share * width)), style="green")
 
 
-def _where(report: Report) -> str:
-    found = report.divergence
-    if found is not None and found.way == "forward":
-        return "activations before it agree"
-    return "activations, and gradients nearer to the loss, agree"
+def _where(way: str) -> str:
+    """What is right although something is wrong."""
+    return {
+        "forward": "activations before it agree",
+        "backward": "activations, and gradients nearer to the loss, agree",
+        "update": "activations and gradients agree",
+    }[way]
