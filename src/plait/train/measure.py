@@ -21,6 +21,8 @@ from plait.telemetry.record import Recorder
 from plait.train.exchange import gather_json
 from plait.train.run import Setup
 
+SHARE = 0.005
+"""Of a run's time that simulating its schedule may take: large schedules are then not simulated for every step."""
 AXES = ("pp", "dp", "cp", "tp", "world")
 """Keys of ``comm_bytes``; ``world``: what all ranks share, such as the loss and these numbers themselves."""
 _HOME = {"pp+dp+cp+tp": "world", "dp+cp": "dp", "tie": "pp"}
@@ -63,6 +65,8 @@ class Meter:
         self._begin = 0.0
         self._flops = flops_per_token(setup.model, setup.config.data.seq)
         self._origin = self._common_origin()
+        self._elapsed = self._spent = 0.0
+        self._last: float | None = None
 
     def start(self) -> None:
         """A step begins."""
@@ -71,7 +75,7 @@ class Meter:
         self._begin = perf_counter()
 
     def finish(self, *, step: int, loss: float, grad_norm: float, lr: float) -> dict[str, object]:
-        """The step has ended on this rank: its row, the same on every rank. Collective over all ranks."""
+        """The step has ended on this rank: its row, complete on rank 0. Collective over all ranks."""
         seconds = perf_counter() - self._begin
         everyone = self._world.group("pp", "dp", "cp", "tp")
         rows = everyone.all_gather(self._numbers(seconds)).wait().cpu().view(everyone.size, -1)
@@ -94,7 +98,7 @@ class Meter:
             "tokens_per_s": rate,
             "tokens_per_s_per_device": rate / size,
             "bubble_rate": measured.rate,
-            "bubble_rate_predicted": self._predicted(stages.sum(0)),
+            "bubble_rate_predicted": self._prediction(stages.sum(0), step_time),
             "comm_fraction": float((waited / took).mean()) if timed else None,
             "comm_bytes": {axis: int(count) for axis, count in zip(AXES, sent.sum(0), strict=True) if axis in used},
             "memory_peak_bytes": [int(size) for size in memory],
@@ -144,10 +148,19 @@ class Meter:
         # ru_maxrss is in bytes on macOS, in KiB elsewhere (getrusage(2)).
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
+    def _prediction(self, sums: Tensor, step_time: float) -> float | None:
+        """`_predicted` on the rank that keeps the file; anew when this takes no more than `SHARE` of the run."""
+        self._elapsed += step_time
+        if self._world.rank == 0 and self._spent <= SHARE * self._elapsed:
+            begin = perf_counter()
+            self._last = self._predicted(sums)
+            self._spent += perf_counter() - begin
+        return self._last
+
     def _predicted(self, sums: Tensor) -> float:
         """Bubble of the same schedule on paper, with the mean cost of each stage's actions in this step."""
         per_stage = sums.view(-1, 3, 2)
         means = (per_stage[..., 0] / per_stage[..., 1].clamp_min(1)).tolist()
         costs = [Cost(forward=f, backward=b, weight=w) for f, b, w in means]
-        schedule = self._parallel.schedule(self._setup.microbatches)
+        schedule = self._parallel.schedule(self._setup.microbatches).compute_only()
         return bubble(simulate(schedule, costs), len(schedule.ranks)).rate
