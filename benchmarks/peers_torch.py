@@ -34,7 +34,7 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.parallel import DistributedDataParallel
 
 from bench_model import BenchConfig, BenchModel, token_loss
-from engine import BETAS, CLIP, LEARNING_RATE, WEIGHT_DECAY, Engine, Update, local_of, unmasked
+from engine import BETAS, CLIP, LEARNING_RATE, WEIGHT_DECAY, Engine, Update, local_of, microbatches, named, unmasked
 from engine_check import main
 
 __all__ = ["BETAS", "CLIP", "LEARNING_RATE", "WEIGHT_DECAY", "Engine", "engines"]
@@ -50,7 +50,7 @@ class Linear(Engine):
     def __init__(self, config: BenchConfig, threads: int = 1, microbatches: int = 1) -> None:
         super().__init__(config)
         self.threads, self.microbatches = threads, microbatches
-        self.name = f"linear, {threads} thread{'s' * (threads > 1)}"
+        self.name = named(f"linear, {threads} thread{'s' * (threads > 1)}", microbatches)
 
     def setup(self, rank: int, world_size: int, weights: Mapping[str, Tensor]) -> None:
         self.rank = rank
@@ -68,9 +68,7 @@ class Linear(Engine):
         torch.set_num_threads(self.threads)
         try:
             value, count = 0.0, unmasked(targets_BT)
-            for tokens, targets in zip(
-                tokens_BT.chunk(self.microbatches), targets_BT.chunk(self.microbatches), strict=True
-            ):
+            for tokens, targets in microbatches(tokens_BT, targets_BT, self.microbatches):
                 loss = token_loss(self.model(tokens), targets) / count
                 loss.backward()
                 value += loss.item()
@@ -86,9 +84,9 @@ class DataParallel(Engine):
 
     ranks = 2
 
-    def __init__(self, config: BenchConfig, static_graph: bool = False, bucket_mb: float = 25.0) -> None:
+    def __init__(self, config: BenchConfig, microbatches: int = 1) -> None:
         super().__init__(config)
-        self.name, self.static_graph, self.bucket_mb = "ddp", static_graph, bucket_mb
+        self.name, self.microbatches = named("ddp", microbatches), microbatches
 
     def setup(self, rank: int, world_size: int, weights: Mapping[str, Tensor]) -> None:
         self.require(world_size)
@@ -98,8 +96,6 @@ class DataParallel(Engine):
         self.model = DistributedDataParallel(
             model,
             gradient_as_bucket_view=True,
-            static_graph=self.static_graph,
-            bucket_cap_mb=self.bucket_mb,
             forward_sync_buffers=False,
         )
         self.update = Update((p, world_size) for p in model.parameters())
@@ -107,10 +103,14 @@ class DataParallel(Engine):
     def step(self, tokens_BT: Tensor, targets_BT: Tensor) -> float:
         count = unmasked(targets_BT)
         tokens, targets = tokens_BT.chunk(self.world_size)[self.rank], targets_BT.chunk(self.world_size)[self.rank]
-        # DDP averages over its ranks: the factor turns the average into the sum of the shares.
-        loss = token_loss(self.model(tokens), targets) * (self.world_size / count)
-        loss.backward()
-        return self.finish(loss.item() / self.world_size)
+        value = 0.0
+        for i, (micro_tokens, micro_targets) in enumerate(microbatches(tokens, targets, self.microbatches)):
+            with nullcontext() if i + 1 == self.microbatches else self.model.no_sync():
+                # DDP averages over its ranks: the factor turns the average into the sum of the shares.
+                loss = token_loss(self.model(micro_tokens), micro_targets) * (self.world_size / count)
+                loss.backward()
+            value += loss.item() / self.world_size
+        return self.finish(value)
 
 
 class FullyShard(Engine):
@@ -122,10 +122,10 @@ class FullyShard(Engine):
 
     ranks = 2
 
-    def __init__(self, config: BenchConfig, reshard_after_forward: bool = False) -> None:
+    def __init__(self, config: BenchConfig, reshard_after_forward: bool = False, microbatches: int = 1) -> None:
         super().__init__(config)
-        self.reshard = reshard_after_forward
-        self.name = "fsdp2" if reshard_after_forward else "fsdp2, no reshard"
+        self.reshard, self.microbatches = reshard_after_forward, microbatches
+        self.name = named("fsdp2" if reshard_after_forward else "fsdp2, no reshard", microbatches)
 
     def setup(self, rank: int, world_size: int, weights: Mapping[str, Tensor]) -> None:
         self.require(world_size)
@@ -141,9 +141,16 @@ class FullyShard(Engine):
     def step(self, tokens_BT: Tensor, targets_BT: Tensor) -> float:
         count = unmasked(targets_BT)
         tokens, targets = tokens_BT.chunk(self.world_size)[self.rank], targets_BT.chunk(self.world_size)[self.rank]
-        loss = token_loss(self.model(tokens), targets) * (self.world_size / count)  # FSDP2 averages, as DDP does
-        loss.backward()
-        return self.finish(loss.item() / self.world_size)
+        value = 0.0
+        for i, (micro_tokens, micro_targets) in enumerate(microbatches(tokens, targets, self.microbatches)):
+            last = i + 1 == self.microbatches
+            self.model.set_requires_gradient_sync(last)
+            self.model.set_is_last_backward(last)
+            self.model.set_reshard_after_backward(last or self.reshard)
+            loss = token_loss(self.model(micro_tokens), micro_targets) * (self.world_size / count)  # it averages too
+            loss.backward()
+            value += loss.item() / self.world_size
+        return self.finish(value)
 
 
 def tensor_parallel(model: BenchModel, mesh: DeviceMesh, sequence_parallel: bool) -> None:
@@ -209,10 +216,10 @@ class TensorParallel(Engine):
 
     ranks = 2
 
-    def __init__(self, config: BenchConfig, sequence_parallel: bool = False) -> None:
+    def __init__(self, config: BenchConfig, sequence_parallel: bool = False, microbatches: int = 1) -> None:
         super().__init__(config)
-        self.sequence_parallel = sequence_parallel
-        self.name = "dtensor tp, sequence parallel" if sequence_parallel else "dtensor tp"
+        self.sequence_parallel, self.microbatches = sequence_parallel, microbatches
+        self.name = named("dtensor tp, sequence parallel" if sequence_parallel else "dtensor tp", microbatches)
 
     def setup(self, rank: int, world_size: int, weights: Mapping[str, Tensor]) -> None:
         self.require(world_size)
@@ -225,12 +232,15 @@ class TensorParallel(Engine):
         self.update = Update((p, replicas(p, world_size)) for p in self.model.parameters())
 
     def step(self, tokens_BT: Tensor, targets_BT: Tensor) -> float:
+        value, count = 0.0, unmasked(targets_BT)
         with loss_parallel():
-            loss = token_loss(self.model(tokens_BT), targets_BT) / unmasked(targets_BT)
-            loss.backward()
+            for tokens, targets in microbatches(tokens_BT, targets_BT, self.microbatches):
+                loss = token_loss(self.model(tokens), targets) / count
+                loss.backward()
+                value += local_of(loss.detach()).item()
         if self.sequence_parallel:
             sum_partial(self.model, self.mesh)
-        return self.finish(local_of(loss).item() / self.world_size)
+        return self.finish(value / self.world_size)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -336,6 +346,10 @@ def engines(config: BenchConfig) -> list[Engine]:
         FullyShard(config, reshard_after_forward=True),
         TensorParallel(config, sequence_parallel=False),
         TensorParallel(config, sequence_parallel=True),
+        DataParallel(config, microbatches=2),
+        FullyShard(config, reshard_after_forward=False, microbatches=2),
+        TensorParallel(config, sequence_parallel=False, microbatches=4),
+        TensorParallel(config, sequence_parallel=True, microbatches=4),
         Pipeline(config, "1f1b", 4),
         Pipeline(config, "1f1b", 8),
         Pipeline(config, "interleaved", 4),
