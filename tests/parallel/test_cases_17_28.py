@@ -109,8 +109,10 @@ def test_p19_bucket_sizes_do_not_matter(pool: Pool, text: str) -> None:
         assert results[0]["losses"] == pytest.approx(runs[0][0]["losses"], rel=1e-6)
 
 
-@pytest.mark.parametrize("model", ["llama-tied", "gpt2"])
-@pytest.mark.parametrize("text", ["dp=2 micro=2", "tp=2 pp=2 dp=2 micro=2"])
+@pytest.mark.parametrize(
+    ("text", "model"),
+    [("dp=2 micro=2", "llama-tied"), ("dp=2 micro=4", "gpt2"), ("tp=2 pp=2 dp=2 micro=4", "llama-tied")],
+)
 def test_p20_zero_levels_agree_at_every_step(pool: Pool, text: str, model: str) -> None:
     world_size = 8 if "tp" in text else 2
     run = Run(steps=20)
@@ -213,7 +215,7 @@ def test_p26_a_file_for_other_sizes_is_refused(tmp_path: Path) -> None:
         build_schedule(Plan.parse(f"pp=4 schedule={file}").resolve(4), 4)
 
 
-@pytest.mark.parametrize("model", list(MODELS))
+@pytest.mark.parametrize("model", ["llama", "gpt2-tied", "qwen3"])
 @pytest.mark.parametrize(
     ("text", "world_size"),
     [("pp=2 micro=2", 2), ("pp=2 tp=2 micro=2", 4), ("pp=2 dp=2 zero=1", 4), ("pp=2 micro=2 recompute=full", 2)],
