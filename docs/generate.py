@@ -224,7 +224,7 @@ _METRICS = {
     "tokens_per_s": "tokens a second, all ranks together",
     "tokens_per_s_per_device": "the same, a rank",
     "bubble_rate": "1 - compute spans / (ranks x makespan), measured",
-    "bubble_rate_predicted": "the simulator's, fed with the step's mean costs of each stage",
+    "bubble_rate_predicted": "the simulator's, fed with mean costs of each stage, of this step or an earlier one",
     "comm_fraction": "share of the step that ranks spent in communication calls, in the mean; null on GPUs",
     "comm_bytes": "bytes sent by all ranks, by axis; `world`: what all ranks share",
     "memory_peak_bytes": "a list, one a rank: of the process, on a GPU of its allocator",
