@@ -8,6 +8,10 @@ tolerances, with measurements, is docs/verification.md; in short:
   roundings on its way, that is with the square root of the layers when they are independent, times the unit roundoff of
   what is stored between operations: 2^-24 in fp32, 2^-8 in bf16 (there against a reference in fp32). Loss and norm are
   means over many such errors. An update follows from given gradients in fp32, whatever the precision of the plan.
+* *Conditioning.* Some points are worse: where a step blew up, rounding is amplified a hundredfold. How much is measured:
+  the one process does the step again with every weight off by up to one roundoff. That changes a gradient about as much
+  as the roundings of a whole step do (measured: half to three times as much, 16 times at most), so a tolerance is at
+  least `ROUNDINGS` times this change. A bug in the cut cannot raise it: the plan has no part in it.
 * *Floor.* The gradient of some parameters is zero in exact arithmetic (a key bias under softmax without rotary
   positions), or nearly cancels; what is left is rounding error of the summands. The floor is `FLOOR` of a typical
   parameter's gradient, the global norm over the square root of the number of parameters. An update is floored by the
@@ -30,6 +34,8 @@ MARGIN = {"fp32": 64.0, "bf16": 12.0}
 """Tolerance of gradients and activations, in roundoffs times the square root of (layers + 2)."""
 SCALAR_MARGIN = {"fp32": 64.0, "bf16": 2.0}
 """Tolerance of loss and gradient norm, in roundoffs."""
+ROUNDINGS = 16.0
+"""Tolerance in units of what one rounding of every weight changes, where that is more."""
 UPDATE = 2.0**-16
 """Tolerance of updates: 256 fp32 roundoffs."""
 HEAD = "norm, head and loss"
@@ -52,6 +58,9 @@ class Step:
     gradient: Callable[[str], Tensor]
     weight: Callable[[str], Tensor]
     update: Callable[[str], Tensor]
+    rounding: Mapping[str, float]
+    """Parameter or place -> by how much (Frobenius) one rounding of every weight changes gradient or activations. Of
+    the one process alone."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,42 +184,54 @@ def compare(
     steps = []
     for number, (one, cut) in enumerate(zip(reference, candidate, strict=True)):
         floor = FLOOR * one.norm / math.sqrt(len(shapes))
+        # The norm changes by no more than the whole gradient does.
+        spread = math.sqrt(sum(one.rounding.get(name, 0.0) ** 2 for name in shapes))
         steps.append(
             StepReport(
                 step=number,
                 losses=(cut.loss, one.loss),
                 norms=(cut.norm, one.norm),
-                loss=_scalar("loss", cut.loss, one.loss, scalar),
-                norm=_scalar("gradient norm", cut.norm, one.norm, scalar),
-                hidden=tuple(_hidden(name, cut.hidden[name], one.hidden[name], limit) for name in one.hidden),
-                gradients=tuple(_tensor(name, cut.gradient(name), one.gradient(name), floor, limit) for name in shapes),
+                loss=_check("loss", abs(cut.loss - one.loss), abs(one.loss), 0.0, scalar),
+                norm=_check("gradient norm", abs(cut.norm - one.norm), one.norm, spread, scalar),
+                hidden=tuple(_hidden(name, cut, one, limit) for name in one.hidden),
+                gradients=tuple(_gradient(name, cut, one, floor, limit) for name in shapes),
                 updates=tuple(_update(name, cut, one) for name in shapes),
             )
         )
     return Report(steps=tuple(steps), shapes=dict(shapes))
 
 
+def hidden_distance(a: Sequence[float], b: Sequence[float]) -> float:
+    """Estimate of the Frobenius distance of two activations, from their sums (see `Step`)."""
+    # The projections' squared difference is in the mean that of the activations. A factor on everything shows in the
+    # sum of squares, whatever the projections do.
+    projected = math.sqrt(sum((x - y) ** 2 for x, y in zip(a[1:], b[1:], strict=True)) / (len(b) - 1))
+    return max(projected, abs(math.sqrt(a[0]) - math.sqrt(b[0])) if a[0] >= 0 else math.nan)
+
+
+def _hidden(name: str, cut: Step, one: Step, limit: float) -> Check:
+    distance, size = hidden_distance(cut.hidden[name], one.hidden[name]), math.sqrt(one.hidden[name][0])
+    return _check(name, distance, size, one.rounding.get(name, 0.0), limit)
+
+
+def _gradient(name: str, cut: Step, one: Step, floor: float, limit: float) -> Check:
+    whole = one.gradient(name).double()
+    size = max(float(whole.norm()), floor)
+    return _check(name, float((cut.gradient(name) - whole).norm()), size, one.rounding.get(name, 0.0), limit)
+
+
 def _update(name: str, cut: Step, one: Step) -> Check:
     # A weight's new value is rounded, on either side: below that, an update has no digits to compare.
     floor = 4 * ROUNDOFF["fp32"] * float(one.weight(name).double().norm()) / UPDATE
-    return _tensor(name, cut.update(name), one.update(name), floor, UPDATE)
+    whole = one.update(name).double()
+    return _check(name, float((cut.update(name) - whole).norm()), max(float(whole.norm()), floor), 0.0, UPDATE)
 
 
-def _scalar(name: str, cut: float, one: float, limit: float) -> Check:
-    return Check(name=name, error=_relative(abs(cut - one), abs(one)), tolerance=limit)
-
-
-def _hidden(name: str, cut: Sequence[float], one: Sequence[float], limit: float) -> Check:
-    """The projections' squared difference is in the mean that of the activations."""
-    square = sum((a - b) ** 2 for a, b in zip(cut[1:], one[1:], strict=True)) / (len(one) - 1)
-    # A factor on everything shows in the sum of squares, whatever the projections do.
-    scale = abs(math.sqrt(cut[0]) - math.sqrt(one[0])) if cut[0] >= 0 else math.nan
-    return Check(name=name, error=_relative(max(math.sqrt(square), scale), math.sqrt(one[0])), tolerance=limit)
-
-
-def _tensor(name: str, cut: Tensor, one: Tensor, floor: float, limit: float) -> Check:
-    difference = float((cut.double() - one.double()).norm())
-    return Check(name=name, error=_relative(difference, max(float(one.double().norm()), floor)), tolerance=limit)
+def _check(name: str, distance: float, size: float, rounding: float, limit: float) -> Check:
+    """``distance`` relative to ``size``; the tolerance is ``limit``, or what the measured ``rounding`` explains."""
+    explained = ROUNDINGS * _relative(rounding, size)
+    tolerance = max(limit, explained) if math.isfinite(explained) else limit
+    return Check(name=name, error=_relative(distance, size), tolerance=tolerance)
 
 
 def _relative(difference: float, size: float) -> float:

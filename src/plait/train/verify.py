@@ -14,6 +14,7 @@ import json
 import math
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast, final
 
@@ -27,7 +28,7 @@ from plait.models.batch import Batch
 from plait.models.config import parameter_shapes
 from plait.models.decoder import Decoder
 from plait.models.init import WeightSource, initialise
-from plait.train.compare import Step, compare
+from plait.train.compare import ROUNDOFF, Step, compare, hidden_distance
 from plait.train.exchange import gather_json, write_stretches
 from plait.train.launch import Place, Worker, launch, placed
 from plait.train.run import Setup, build, frozen_names, open_samples, prepare, to_device, weight_source
@@ -163,6 +164,7 @@ def _stored_step(
         gradient=lambda name: gradients.read(name) / clipped,
         weight=before.read,
         update=lambda name: after.read(name) - before.read(name).float(),
+        rounding={},
     )
 
 
@@ -172,7 +174,7 @@ def one_process(setup: Setup, folder: Path, steps: int) -> Iterator[Step]:
     place = Place(rank=0, local_rank=0, world_size=1)
     device = Worker(place=place, device=config.run.device, timeout=config.run.timeout).torch_device()
     model = Decoder(setup.model, seed=config.train.seed)
-    source = weight_source(setup)
+    source: WeightSource = weight_source(setup)
     initialise(model, source)
     model.to(device)
     for name in frozen_names(config, setup.model):
@@ -182,28 +184,67 @@ def one_process(setup: Setup, folder: Path, steps: int) -> Iterator[Step]:
     samples, probe = open_samples(setup), Probe()
     _watch(probe, model, (0, 1))
     for step in range(steps):
-        total, count = 0.0, max(samples.target_count(step), 1)
-        for first in range(0, config.train.global_batch, setup.plan.micro):
-            batch = to_device(samples.batch(step, range(first, first + setup.plan.micro)), device)
-            loss = model.loss(model(None, batch), batch.targets_BT.flatten()) / count
-            loss.backward()
-            total += float(loss.detach())
-        gradients = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in trained.items()}
-        # In fp64: the fp32 norm of a large tensor is off by 1e-4 and more on CPU.
-        norm = math.sqrt(sum(float(gradient.double().square().sum()) for gradient in gradients.values()))
+        batches = [range(at, at + setup.plan.micro) for at in range(0, config.train.global_batch, setup.plan.micro)]
+        count = max(samples.target_count(step), 1)
+
+        def forward_backward(step: int = step, batches: list[range] = batches, count: int = count) -> _Pass:
+            loss = 0.0
+            for rows in batches:
+                batch = to_device(samples.batch(step, rows), device)
+                part = model.loss(model(None, batch), batch.targets_BT.flatten()) / count
+                part.backward()
+                loss += float(part.detach())
+            found = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in trained.items()}
+            model.zero_grad()
+            return _Pass(loss=loss, gradients=found, hidden=probe.take())
+
+        plain = forward_backward()
+        _round_weights(trained, ROUNDOFF[setup.plan.precision], step)
+        rounded = forward_backward()
+        _set_weights(trained, source)
         _take_step(optimizer, trained, WeightFolder(folder / str(step) / "gradients"), rate_of(config, step))
         yield Step(
-            loss=total,
-            norm=norm,
-            hidden=probe.take(),
-            gradient=_on_cpu(gradients),
+            loss=plain.loss,
+            # In fp64: the fp32 norm of a large tensor is off by 1e-4 and more on CPU.
+            norm=math.sqrt(sum(float(gradient.double().square().sum()) for gradient in plain.gradients.values())),
+            hidden=plain.hidden,
+            gradient=_on_cpu(plain.gradients),
             weight=source.read,
             update=_difference(trained, source),
+            rounding=_distances(plain, rounded),
         )
         source = WeightFolder(folder / str(step) / "weights")
-        with torch.no_grad():
-            for name, parameter in trained.items():
-                parameter.copy_(source.read(name))
+        _set_weights(trained, source)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Pass:
+    """One forward and backward of a global batch."""
+
+    loss: float
+    gradients: dict[str, Tensor]
+    hidden: dict[str, list[float]]
+
+
+def _distances(plain: _Pass, rounded: _Pass) -> dict[str, float]:
+    """What `Step` calls ``rounding``."""
+    gradients = {name: float((rounded.gradients[name] - one).double().norm()) for name, one in plain.gradients.items()}
+    return gradients | {place: hidden_distance(rounded.hidden[place], one) for place, one in plain.hidden.items()}
+
+
+@torch.no_grad()
+def _round_weights(trained: Mapping[str, nn.Parameter], roundoff: float, step: int) -> None:
+    """Every weight off by a share of up to ``roundoff``."""
+    generator = torch.Generator().manual_seed(step)
+    for parameter in trained.values():
+        share = torch.rand(parameter.shape, generator=generator).mul_(2).sub_(1)
+        parameter.addcmul_(parameter, share.to(parameter.device), value=roundoff)
+
+
+@torch.no_grad()
+def _set_weights(trained: Mapping[str, nn.Parameter], source: WeightSource) -> None:
+    for name, parameter in trained.items():
+        parameter.copy_(source.read(name))
 
 
 def _take_step(
