@@ -8,7 +8,7 @@ tolerances, with measurements, is docs/verification.md; in short:
   roundings on its way, that is with the square root of the layers when they are independent, times the unit roundoff of
   what is stored between operations: 2^-24 in fp32, 2^-8 in bf16 (there against a reference in fp32). Loss and norm are
   means over many such errors. An update follows from given gradients in fp32, whatever the precision of the plan.
-* *Conditioning.* Some points are worse: where a step blew up, rounding is amplified a hundredfold. How much is measured:
+* *Conditioning.* Some points are worse: where a step blew up, rounding is amplified a hundredfold. This is measured:
   the one process does the step again with every weight off by up to one roundoff. That changes a gradient about as much
   as the roundings of a whole step do (measured: half to three times as much, 16 times at most), so a tolerance is at
   least `ROUNDINGS` times this change. A bug in the cut cannot raise it: the plan has no part in it.
