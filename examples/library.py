@@ -1,6 +1,6 @@
 """plait as a library: cut a decoder by a plan, and train it on four local processes.
 
-    python examples/library.py
+python examples/library.py
 """
 
 from __future__ import annotations

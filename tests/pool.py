@@ -1,7 +1,7 @@
 """One pool of gloo/shared-memory workers for the whole test session: starting processes is what makes suites slow.
 
-A job is a top-level function ``f(connect, *args)``; ``connect(mesh)`` joins the ranks of the job as a `World`. Workers are
-daemons that end with the test process, whatever becomes of it.
+A job is a top-level function ``f(connect, *args)``; ``connect(mesh)`` joins the ranks of the job as a `World`.
+Workers are daemons that end with the test process, whatever becomes of it.
 """
 
 from __future__ import annotations
@@ -81,7 +81,8 @@ class Pool:
             self._workers.append((process, mine))
 
     def run(self, ranks: int, function: Callable[..., Any], *args: Any, expect_failure: bool = False) -> list[Any]:
-        """``function(connect, *args)`` on ranks 0..ranks-1; their results in order. A failing rank's traceback is raised."""
+        """``function(connect, *args)`` on ranks 0..ranks-1; their results in order. A failing rank's traceback is
+        raised."""
         self._start(ranks)
         self._jobs += 1
         path = str(Path(self._folder.name) / f"store-{self._jobs}")
@@ -112,7 +113,9 @@ class Pool:
                 if len(answers) < ranks:
                     self.close()
                     break
-        failed = [(rank, answers[pipe][1]) for rank, pipe in enumerate(pipes) if pipe in answers and not answers[pipe][0]]
+        failed = [
+            (rank, answers[pipe][1]) for rank, pipe in enumerate(pipes) if pipe in answers and not answers[pipe][0]
+        ]
         if failed and not expect_failure:
             raise AssertionError("\n".join(f"rank {rank}:\n{trace}" for rank, trace in failed))
         return [answers[pipe][1] for pipe in pipes]
