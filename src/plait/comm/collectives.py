@@ -24,7 +24,7 @@ from typing import Any, Final, Literal
 import torch
 from torch import Tensor
 
-from plait.comm.group import Group
+from plait.comm.group import Group, Pending
 
 
 class Type(Enum):
@@ -68,19 +68,29 @@ EXCHANGE: Final = Collective(name="exchange", source=Type.V, target=Type.V, forw
 TABLE: Final = (ENTER, REDUCE, GATHER, COLLECT, SCATTER, SLICE, EXCHANGE)
 
 
-def move(x: Tensor, group: Group, kind: Move) -> Tensor:
-    """Run one movement along dim 0 of ``x`` and wait for it. ``all_reduce`` leaves ``x`` as it was."""
+def start(x: Tensor, group: Group, kind: Move) -> Pending:
+    """Start one movement along dim 0 of a contiguous ``x``; an ``all_reduce`` overwrites ``x``.
+
+    Layers that overlap an arrow of the table with their own work read it as ``start(x, group, ARROW.forward)`` and, in
+    their backward, ``start(grad, group, ARROW.backward)``.
+    """
     if kind == "all_reduce":
-        return group.all_reduce(x.clone(memory_format=torch.contiguous_format)).wait() if group.size > 1 else x
+        return group.all_reduce(x)
     if kind == "all_gather":
-        return group.all_gather(x.contiguous()).wait()
+        return group.all_gather(x)
     if kind == "reduce_scatter":
-        return group.reduce_scatter(x.contiguous()).wait()
+        return group.reduce_scatter(x)
     if kind == "all_to_all":
-        return group.all_to_all(x.contiguous()).wait()
+        return group.all_to_all(x)
     if kind == "slice":
-        return x.chunk(group.size)[group.index]
-    return x
+        return Pending(lambda: x.chunk(group.size)[group.index])
+    return Pending(lambda: x)
+
+
+def move(x: Tensor, group: Group, kind: Move) -> Tensor:
+    """`start` and wait, leaving ``x`` as it was."""
+    mine = x.clone(memory_format=torch.contiguous_format) if kind == "all_reduce" else x
+    return start(mine if kind in ("keep", "slice") else mine.contiguous(), group, kind).wait()
 
 
 class _Typed(torch.autograd.Function):

@@ -12,6 +12,7 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
+from plait.comm.collectives import ENTER, GATHER, REDUCE, SCATTER, start
 from plait.comm.group import Group
 from plait.parallel import product
 from plait.parallel.grads import Slot
@@ -30,7 +31,7 @@ class _Column(torch.autograd.Function):
     def forward(ctx: Any, x_NI: Tensor, weight: Tensor, bias: Tensor | None, layer: ColumnLinear) -> Tensor:
         ctx.save_for_backward(x_NI, weight)
         ctx.layer = layer
-        whole_NI = layer.group.all_gather(x_NI).wait() if layer.sequence else x_NI
+        whole_NI = start(x_NI, layer.group, layer.arrow.forward).wait()
         return product.forward(whole_NI, weight, bias)
 
     @staticmethod
@@ -41,13 +42,13 @@ class _Column(torch.autograd.Function):
         slot = layer.slots.get("weight")
         # Only this rank's rows were kept; the others' come while the input gradient is computed, and that one's
         # reduction runs under the weight gradient.
-        gathering = layer.group.all_gather(x_NI) if layer.sequence and slot is not None else None
+        gathering = None if slot is None else start(x_NI, layer.group, layer.arrow.forward)
         reducing = None
         if ctx.needs_input_grad[0]:
             grad_NI = product.input_gradient(grad_NO, weight)
-            reducing = layer.group.reduce_scatter(grad_NI) if layer.sequence else layer.group.all_reduce(grad_NI)
-        if slot is not None:
-            slot.add_product(grad_NO, x_NI if gathering is None else gathering.wait())
+            reducing = start(grad_NI, layer.group, layer.arrow.backward)
+        if slot is not None and gathering is not None:
+            slot.add_product(grad_NO, gathering.wait())
         if "bias" in layer.slots:
             layer.slots["bias"].add(grad_NO.sum(0))
         return None if reducing is None else reducing.wait(), None, None, None
@@ -60,7 +61,7 @@ class ColumnLinear(Fused):
     def __init__(self, *, group: Group, sequence: bool, sections: tuple[int, ...] | None) -> None:
         super().__init__()
         self.group = group
-        self.sequence = sequence and group.size > 1
+        self.arrow = GATHER if sequence else ENTER
         self.sections = sections
         self.weight: nn.Parameter
         self.bias: nn.Parameter | None
@@ -76,8 +77,7 @@ class _Row(torch.autograd.Function):
         ctx.save_for_backward(x_NI, weight)
         ctx.layer = layer
         out_NO = product.forward(x_NI, weight)
-        summing = layer.group.reduce_scatter(out_NO) if layer.sequence else layer.group.all_reduce(out_NO)
-        out_NO = summing.wait()
+        out_NO = start(out_NO, layer.group, layer.arrow.forward).wait()
         # After the sum: the bias counts once.
         return out_NO if bias is None else out_NO.add_(bias)
 
@@ -86,10 +86,10 @@ class _Row(torch.autograd.Function):
         x_NI, weight = ctx.saved_tensors
         layer: RowLinear = ctx.layer
         grad_NO = grad_NO.contiguous()
-        gathering = layer.group.all_gather(grad_NO) if layer.sequence else None
+        gathering = start(grad_NO, layer.group, layer.arrow.backward)
         if "bias" in layer.slots:
             layer.slots["bias"].add(grad_NO.sum(0))
-        whole_NO = grad_NO if gathering is None else gathering.wait()
+        whole_NO = gathering.wait()
         grad_NI = product.input_gradient(whole_NO, weight) if ctx.needs_input_grad[0] else None
         if "weight" in layer.slots:
             layer.slots["weight"].add_product(whole_NO, x_NI)
@@ -103,7 +103,7 @@ class RowLinear(Fused):
     def __init__(self, *, group: Group, sequence: bool) -> None:
         super().__init__()
         self.group = group
-        self.sequence = sequence and group.size > 1
+        self.arrow = SCATTER if sequence else REDUCE
         self.weight: nn.Parameter
         self.bias: nn.Parameter | None
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from plait.comm.collectives import REDUCE, SCATTER, start
 from plait.comm.group import Group
 from plait.models.batch import IGNORE
 from plait.parallel.linear import Fused
@@ -33,14 +34,12 @@ class _Embed(torch.autograd.Function):
         ctx.save_for_backward(rows_M, mine_M)
         out_ND = weight.new_zeros(tokens_N.shape[0], weight.shape[1])
         out_ND.index_copy_(0, mine_M, F.embedding(rows_M, weight))
-        return (group.reduce_scatter(out_ND) if layer.sequence else group.all_reduce(out_ND)).wait()
+        return start(out_ND, group, layer.arrow.forward).wait()
 
     @staticmethod
     def backward(ctx: Any, grad_ND: Tensor) -> tuple[None, None, None]:
         layer: VocabEmbedding = ctx.layer
-        grad_ND = grad_ND.contiguous()
-        if layer.sequence:
-            grad_ND = layer.group.all_gather(grad_ND).wait()
+        grad_ND = start(grad_ND.contiguous(), layer.group, layer.arrow.backward).wait()
         if layer.group.size == 1:
             (rows_M,) = ctx.saved_tensors
         else:
@@ -58,7 +57,7 @@ class VocabEmbedding(Fused):
     def __init__(self, *, group: Group, sequence: bool, start: int) -> None:
         super().__init__()
         self.group = group
-        self.sequence = sequence and group.size > 1
+        self.arrow = SCATTER if sequence else REDUCE
         self.start = start
         self.weight: nn.Parameter
 
