@@ -139,6 +139,17 @@ def test_an_incomplete_write_is_not_committed(folder: Path) -> None:
     assert torch.equal(WeightFolder(folder).read("norm.weight"), WEIGHTS["norm.weight"])
 
 
+def test_files_that_went_to_another_nodes_disk_are_not_committed(tmp_path: Path) -> None:
+    records = write(tmp_path / "w")
+    lost = tmp_path / "w" / records[-1]["file"]
+    lost.rename(tmp_path / lost.name)
+    with pytest.raises(WeightsError, match=f"{lost.name}.*run.dir must lie on storage that every node sees"):
+        write_manifest(tmp_path / "w", MODEL, SHAPES, records)
+    assert not (tmp_path / "w" / "manifest.json").exists()
+    lost.hardlink_to(tmp_path / lost.name)
+    write_manifest(tmp_path / "w", MODEL, SHAPES, records)
+
+
 def test_writes_that_contradict_themselves(tmp_path: Path) -> None:
     with pytest.raises(WeightsError, match=r"norm\.weight.*do not fill"):
         write_shard(tmp_path, 0, {"norm.weight": [(((0, 3),), torch.zeros(4))]})

@@ -106,7 +106,8 @@ def write_manifest(
     """Commit what all ranks have written: check that it is whole, write the manifest, drop files it does not name.
 
     ``shapes``: tensor name -> shape of the whole tensor; ``records``: those of every rank's `write_shard`.
-    WeightsError, and no manifest, where a tensor is not stored exactly once.
+    WeightsError, and no manifest, where a tensor is not stored exactly once, or a file is not in ``folder`` as this
+    rank sees it.
     """
     tensors: dict[str, dict[str, object]] = {}
     by_name: dict[str, list[PieceRecord]] = {name: [] for name in shapes}
@@ -123,6 +124,12 @@ def write_manifest(
         tensors[name] = {"shape": list(shape), "dtype": dtypes[0] if dtypes else "float32", "pieces": pieces}
     document = {"format": FORMAT, "version": VERSION, "model": dict(model), "tensors": tensors}
     files = {piece.file for stored in _parse(document, folder / MANIFEST).values() for piece in stored.pieces}
+    absent = [file for file in sorted(files) if not (folder / file).is_file()]
+    if absent:
+        raise WeightsError(
+            f"{folder} does not hold {absent[0]}, which another rank wrote there: "
+            "run.dir must lie on storage that every node sees"
+        )
     temporary = folder / f"{MANIFEST}.tmp"
     try:
         folder.mkdir(parents=True, exist_ok=True)
