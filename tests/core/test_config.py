@@ -120,6 +120,15 @@ def test_overrides_take_toml_values_and_bare_words(tmp_path: Path) -> None:
     assert config.model.fields == {"num_layers": 3}
 
 
+def test_a_hugging_face_folder_takes_the_place_of_the_default_preset(tmp_path: Path) -> None:
+    assert load(None, [f"model.hf={tmp_path}"]).model == ModelSection(hf=tmp_path)
+    assert load(None, [f"model.hf={tmp_path}", "model.hf=none"]).model == ModelSection(preset="tiny")
+    with pytest.raises(ConfigError, match="preset and hf are both given"):
+        load(None, ["model.preset=tiny", f"model.hf={tmp_path}"])
+    with pytest.raises(ConfigError, match="preset and hf are both given"):
+        load(written(tmp_path, "[model]\npreset = 'tiny'"), [f"model.hf={tmp_path}"])
+
+
 def test_none_unsets_an_optional_key(tmp_path: Path) -> None:
     path = written(tmp_path, "[data]\ntext = 'a.txt'\n[plan]\ndp = 2")
     config = load(path, ["data.text=none", "data.tokens=b.bin", "plan.dp=none", "plan.recompute=none"])

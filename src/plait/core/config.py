@@ -225,14 +225,18 @@ def _config(
         for name, value in table.items():
             where = f"{path}: [{section}] "
             values[section][name] = _value(section, name, value, folder, where)
+    overridden = set()
     for override in overrides:
         section, name, text = _split(override)
+        overridden.add(f"{section}.{name}")
         kind = _kind(section, name, f"--set {override}: ")
         if text == "none" and without_none(kind)[1]:
             values[section].pop(name, None)
         else:
             values[section][name] = _value(section, name, from_text(kind, text), here, f"--set {section}.")
     model = values["model"]
+    if tables is DEFAULT and "hf" in model and "model.preset" not in overridden:
+        del model["preset"]  # nobody asked for it
     chosen = {name: model.pop(name) for name in ("preset", "hf") if name in model}
     return Config(
         model=ModelSection(**chosen, fields=model),
