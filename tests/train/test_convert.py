@@ -183,6 +183,24 @@ def test_nothing_is_overwritten(tmp_path: Path) -> None:
     assert convert.run([run], tmp_path / "empty") == 0
 
 
+def test_the_current_folder_is_no_place_for_a_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = run_folder(tmp_path / "run", noisy(LLAMA))
+    (tmp_path / "a.txt").write_text("ab")
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    for place in (Path("."), Path(".."), tmp_path / "here", Path("/")):
+        with pytest.raises(ConfigError, match=r"is a folder; text becomes a token file: write .*a\.bin"):
+            convert.run([tmp_path / "a.txt"], place)
+    with pytest.raises(ConfigError, match="here is the current folder: name a new one in it"):
+        convert.run([run], Path("."))
+    with pytest.raises(ConfigError, match="is there already"):
+        convert.run([run], Path(".."))
+    assert left(tmp_path) == ["a.txt", "here", "run"]
+    convert.run([tmp_path / "a.txt"], Path("a"))
+    convert.run([run], Path("hf"))
+    assert left(tmp_path / "here") == ["a.bin", "a.json", "hf"]
+
+
 @pytest.mark.parametrize("back", [False, True])
 def test_a_full_disk_is_one_clean_error_and_leaves_nothing(
     back: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -72,6 +72,7 @@ def run(src: list[Path], dst: Path, *, tokenizer: str = "bytes", dtype: str | No
     options of another kind; WeightsError for damaged weights.
     """
     kind = kind_of(src)
+    dst = Path(os.path.abspath(dst))  # so that it has a name: of "." there is none
     if kind is Kind.TEXT:
         if dtype is not None:
             raise ConfigError(f"dtype={dtype} is for weights; {src[0]} is text")
@@ -100,6 +101,8 @@ def _require_text(source: Path, known: str) -> None:
 
 
 def _tokens(sources: Sequence[Path], dst: Path, tokenizer: str) -> None:
+    if dst.is_dir():
+        raise ConfigError(f"{dst} is a folder; text becomes a token file: write {dst / sources[0].stem}.bin")
     path = dst if dst.suffix == ".bin" else dst.with_name(dst.name + ".bin")
     for taken in (path, path.with_suffix(".json")):
         if taken.exists():
@@ -169,6 +172,8 @@ def _folder(dst: Path) -> Iterator[Path]:
     """A new folder that takes the name ``dst`` when the block ends well, and is removed when it does not."""
     if dst.is_symlink() or (dst.exists() and (not dst.is_dir() or any(dst.iterdir()))):
         raise ConfigError(f"{dst} is there already: choose another name, or delete it")
+    if dst.exists() and dst.samefile(Path.cwd()):  # renaming over it would leave the caller in a folder without a name
+        raise ConfigError(f"{dst} is the current folder: name a new one in it")
     draft = dst.with_name(f".{dst.name}-{secrets.token_hex(4)}.tmp")
     try:
         dst.parent.mkdir(parents=True, exist_ok=True)
