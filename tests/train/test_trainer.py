@@ -194,7 +194,8 @@ def test_divergence_stops_the_run(tokens: Path, tmp_path: Path) -> None:
     run = config(tokens, tmp_path / "run", "optimizer.lr=1e30", "optimizer.warmup=0", "optimizer.clip=0")
     with pytest.raises(RankError, match=r"step 1: the loss is .*, the gradient norm nan.*lower optimizer.lr"):
         train(prepare(run), World.alone(), as_json=True)
-    assert len(read_metrics(tmp_path / "run/metrics.jsonl")) == 1
+    rows = read_metrics(tmp_path / "run/metrics.jsonl")
+    assert [row["grad_norm"] is None for row in rows] == [False, True]  # the diverged step's line is there
     assert not (tmp_path / "run/weights").exists()
 
 
@@ -210,8 +211,20 @@ def test_a_run_folder_is_one_runs_own(
     first, second = claim_folder(Config()), claim_folder(Config())
     assert first.run.dir is not None and second.run.dir is not None
     assert first.run.dir.parent == tmp_path / "runs"
-    (first.run.dir / "config.toml").write_text("")
-    assert claim_folder(Config()).run.dir != first.run.dir
+    assert first.run.dir != second.run.dir  # though neither has written anything
+    (tmp_path / "runs").rename(tmp_path / "old")
+    (tmp_path / "runs").write_text("")
+    with pytest.raises(ConfigError, match=r"runs/.* cannot be written"):
+        claim_folder(Config())
+
+
+def test_runs_that_start_together_share_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other run makes its folder just after this one has looked."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(time, "strftime", lambda form: "now")
+    monkeypatch.setattr(Path, "exists", lambda path: False)
+    folders = [claim_folder(Config()).run.dir for _ in range(3)]
+    assert folders == [tmp_path / "runs" / name for name in ("now", "now-2", "now-3")]
 
 
 def test_data_is_held_to_the_model(tokens: Path, tmp_path: Path) -> None:

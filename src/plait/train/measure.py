@@ -24,7 +24,7 @@ from plait.train.run import Setup
 SHARE = 0.005
 """Of a run's time that simulating its schedule may take: large schedules are then not simulated for every step."""
 AXES = ("pp", "dp", "cp", "tp", "world")
-"""Keys of ``comm_bytes``; ``world``: what all ranks share, such as the loss and these numbers themselves."""
+"""Keys of ``comm_bytes``; ``world``: what all ranks share, such as the loss; gathering these numbers is not in it."""
 _HOME = {"pp+dp+cp+tp": "world", "dp+cp": "dp", "tie": "pp"}
 """Group -> the axis that its bytes are booked on; ``tp/2``, part of an axis, goes to the axis."""
 

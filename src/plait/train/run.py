@@ -111,14 +111,11 @@ def model_config(config: Config) -> ModelConfig:
 def claim_folder(config: Config) -> Config:
     """``config`` with its run folder made, absolute, and this run's alone; ConfigError says what stands in the way."""
     folder = config.run.dir or Path.cwd() / "runs" / time.strftime("%Y-%m-%d-%H%M%S")
-    named, number = folder, 1
-    while config.run.dir is None and folder.exists():
-        number += 1
-        folder = named.with_name(f"{named.name}-{number}")
     taken = [name for name in ("config.toml", "metrics.jsonl", "weights") if (folder / name).exists()]
-    if taken:
+    if config.run.dir is not None and taken:
         raise ConfigError(f"run.dir = {folder} already holds a run ({taken[0]}): name another folder, or remove it")
     try:
+        folder = _new_folder(folder) if config.run.dir is None else folder
         folder.mkdir(parents=True, exist_ok=True)
         probe = folder / f".{os.getpid()}.tmp"
         probe.write_bytes(b"")
@@ -126,6 +123,18 @@ def claim_folder(config: Config) -> Config:
     except OSError as error:
         raise ConfigError(f"run.dir = {folder} cannot be written: {error.strerror}") from error
     return dataclasses.replace(config, run=dataclasses.replace(config.run, dir=Path(os.path.abspath(folder))))
+
+
+def _new_folder(wanted: Path) -> Path:
+    """Make ``wanted``, or else ``wanted-2`` and so on: the first that no run before, or at the same time, has made."""
+    folder, number = wanted, 1
+    while True:
+        try:
+            folder.mkdir(parents=True)
+            return folder
+        except FileExistsError:
+            number += 1
+            folder = wanted.with_name(f"{wanted.name}-{number}")
 
 
 def open_samples(setup: Setup) -> Samples:

@@ -84,7 +84,9 @@ def train(setup: Setup, world: World, *, as_json: bool = False) -> None:
             lr = rate_of(config, step)
             loss, norm = train_step(setup, parallel, samples, optimizer, step, lr)
             row = meter.finish(step=step, loss=loss, grad_norm=norm, lr=lr)
-            check_finite(step, loss, norm)
+            if not (math.isfinite(loss) and math.isfinite(norm)):
+                metrics.write(row)
+                raise diverged(step, loss, norm)
             if step == trace_step:
                 events = meter.events()
                 if chief:
@@ -163,13 +165,12 @@ def rate_of(config: Config, step: int) -> float:
     )
 
 
-def check_finite(step: int, loss: float, norm: float) -> None:
-    """RankError where training has diverged; all ranks see the same numbers, so all stop."""
-    if not (math.isfinite(loss) and math.isfinite(norm)):
-        raise RankError(
-            f"step {step}: the loss is {loss}, the gradient norm {norm}: training has diverged. "
-            "What helps: a lower optimizer.lr, a longer optimizer.warmup, optimizer.clip=1, plan.precision=fp32"
-        )
+def diverged(step: int, loss: float, norm: float) -> RankError:
+    """What every rank raises then: all see the same numbers, so all stop."""
+    return RankError(
+        f"step {step}: the loss is {loss}, the gradient norm {norm}: training has diverged. "
+        "What helps: a lower optimizer.lr, a longer optimizer.warmup, optimizer.clip=1, plan.precision=fp32"
+    )
 
 
 def write_facts(setup: Setup, folder: Path, facts: dict[str, object]) -> None:
