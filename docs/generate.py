@@ -40,7 +40,6 @@ _WIRE_TEXT = {
     "reduce_scatter": ("(t-1)/t", Fraction(3, 4)),
     "all_gather": ("(t-1)/t", Fraction(3, 4)),
     "all_to_all": ("(t-1)/t", Fraction(3, 4)),
-    "broadcast": ("1", Fraction(1)),
     "send": ("1", Fraction(1)),
 }
 """Operation -> its share of the tensor's bytes in words, and as a number for t=4, which is held to the ledger."""

@@ -7,21 +7,24 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from plait.comm import shared_memory
 from plait.comm.group import Group, Pending
+from plait.comm.torch_group import TorchWire
 from plait.comm.world import World
-from plait.core.errors import RankError
+from plait.core.errors import ConfigError, RankError
 from plait.core.mesh import Mesh
 from tests.pool import Connect, Pool
 
 TRANSPORTS = ("auto", "gloo")
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int64)
-OPERATIONS = ("all_reduce", "max", "reduce_scatter", "all_gather", "all_to_all", "broadcast")
+OPERATIONS = ("all_reduce", "max", "reduce_scatter", "all_gather", "all_to_all")
 SMALL_RING, SMALL_CHUNK = 1 << 14, 1 << 11
 """Bytes. Rings this small are full and wrap around all the time."""
 
@@ -55,7 +58,7 @@ class Case:
 def case(group: Group, operation: str, part: int, dtype: torch.dtype, seed: int, *, inside: bool = False) -> Case:
     """``part``: rows of the smallest part. ``inside``: results in place, as ZeRO's buffers are used."""
     size, index = group.size, group.index
-    rows = part if operation in ("all_gather", "broadcast", "all_reduce", "max") else part * size
+    rows = part if operation in ("all_gather", "all_reduce", "max") else part * size
     inputs = tensors(size, rows, dtype, seed)
     total = torch.stack(inputs).sum(0).to(dtype)
     x = inputs[index].clone()
@@ -64,9 +67,6 @@ def case(group: Group, operation: str, part: int, dtype: torch.dtype, seed: int,
         return Case(text, lambda: group.all_reduce(x), total)
     if operation == "max":
         return Case(text, lambda: group.all_reduce(x, "max"), torch.stack(inputs).amax(0))
-    if operation == "broadcast":
-        source = seed % size
-        return Case(text, lambda: group.broadcast(x, source), inputs[source])
     if operation == "all_to_all":
         return Case(text, lambda: group.all_to_all(x), torch.cat([one.chunk(size)[index] for one in inputs]))
     if operation == "reduce_scatter":
@@ -371,7 +371,6 @@ def run_alone(connect: Connect) -> bool:
         group.reduce_scatter(x),
         group.all_gather(x),
         group.all_to_all(x),
-        group.broadcast(x),
     ]
     return all(pending.wait() is x for pending in results) and not world.book.ledger.bytes
 
@@ -394,3 +393,27 @@ def test_groups_follow_the_mesh_and_partitions(pool: Pool, transport: str) -> No
     assert found[0] == ([(0, 1), (0, 2), (0, 1, 2, 3), (0, 3)], [3.0, 4.0, 10.0, 5.0])
     assert found[3] == ([(2, 3), (1, 3), (0, 1, 2, 3), (0, 3)], [7.0, 6.0, 10.0, 5.0])
     assert found[1][0][3] == (1,)
+
+
+def run_channels(connect: Connect) -> list[float]:
+    """Both directions to both neighbours, all sent before any is received."""
+    world = connect(Mesh(pp=4), transport="gloo")
+    wire = world.wire
+    assert isinstance(wire, TorchWire)
+    after, before = (world.rank + 1) % 4, (world.rank - 1) % 4
+    wire.send(torch.tensor([10.0 + world.rank]), after)
+    wire.send(torch.tensor([20.0 + world.rank]), before)
+    got = [float(wire.recv(torch.empty(1), source).wait()) for source in (before, after)]
+    wire.flush()
+    return got
+
+
+def test_both_directions_at_once_through_torch(pool: Pool) -> None:
+    assert pool.run(4, run_channels) == [[10.0 + (rank - 1) % 4, 20.0 + (rank + 1) % 4] for rank in range(4)]
+
+
+def test_ranks_that_found_different_devices_are_told(tmp_path: Path) -> None:
+    store = dist.FileStore(str(tmp_path / "store"), 1)
+    store.set("device/1", "cuda")
+    with pytest.raises(ConfigError, match=r"different devices: \{'cpu': \[0\], 'cuda': \[1\]\}"):
+        World.connect(Mesh(tp=2), device=torch.device("cpu"), store=store, rank=0)

@@ -11,10 +11,14 @@ import torch
 from torch import Tensor
 
 from plait.core.errors import PlanError, ScheduleError
+from plait.core.mesh import Mesh
+from plait.core.plan import Plan
 from plait.models.batch import Batch
 from plait.models.config import parameter_shapes
+from plait.models.decoder import Decoder
 from plait.models.init import InitSource
 from plait.models.layers import Dropout
+from plait.parallel.apply import parallelize
 from plait.parallel.layout import build_schedule
 from plait.parallel.sequence import SequenceDropout
 from tests.parallel.cuts import Run, assemble, build, check_equal, count, cut_run, global_batch, microbatches, models
@@ -257,3 +261,22 @@ def test_batches_are_what_they_say() -> None:
     parts: list[Batch] = [part for index in (0, 1) for part in microbatches(batch, plan, index)]
     assert torch.equal(torch.cat([part.tokens_BT for part in parts]), batch.tokens_BT)
     assert sum(map(count, parts)) == count(batch)
+
+
+def test_p25_a_callers_own_batch_that_does_not_fit_is_refused_by_name(pool: Pool) -> None:
+    assert all("sequence_parallel=false" in text for text in pool.run(2, run_odd_batch, "rows"))
+    assert all("neither one of 67 tokens nor -100" in text for text in pool.run(2, run_odd_batch, "target"))
+
+
+def run_odd_batch(connect: Connect, what: str) -> str:
+    world = connect(Mesh(tp=2))
+    config = models()["llama"]
+    with torch.device("meta"):
+        model = Decoder(config)
+    parallel = parallelize(model, Plan.parse("tp=2 micro=1"), world, weights=InitSource(config, 0))
+    tokens = torch.zeros(1, 15 if what == "rows" else 16, dtype=torch.int64)
+    targets = tokens if what == "rows" else tokens - 1
+    batch = Batch(tokens_BT=tokens, targets_BT=targets, sample_B=torch.zeros(1, dtype=torch.int64), step=0)
+    with pytest.raises(ValueError) as caught:
+        parallel.forward_backward([batch], count=1)
+    return str(caught.value)

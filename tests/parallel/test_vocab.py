@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from plait.comm.world import World
 from plait.core.mesh import Mesh
 from plait.core.shard import split
 from plait.models.batch import IGNORE
@@ -109,3 +110,20 @@ def test_bf16_logits_have_a_loss_in_fp32(pool: Pool) -> None:
     for rank in pool.run(2, run_loss, 2, 1.0, False, torch.bfloat16):
         assert rank["dtype"] == torch.float32
         assert rank["loss"] == pytest.approx(float(wanted), abs=10 * 2 * 2**-7)
+
+
+def test_the_bf16_gradient_of_a_sure_token_is_not_lost() -> None:
+    """Probability minus one, taken in bf16, would be zero where the target has probability 0.999."""
+    generator = torch.Generator().manual_seed(2)
+    targets = torch.randint(0, VOCAB, (ROWS,), generator=generator)
+    logits = torch.randn(ROWS, VOCAB, generator=generator).to(torch.bfloat16)
+    logits[torch.arange(ROWS), targets] += 9.0
+    want = logits.double().requires_grad_()
+    F.cross_entropy(want, targets, reduction="sum").backward()
+    assert want.grad is not None
+    layer = VocabCrossEntropy(group=World.alone().group("tp"), start=0)
+    got = logits.clone().requires_grad_()
+    layer(got * 1, targets).backward()
+    assert got.grad is not None
+    at_target = (torch.arange(ROWS), targets)
+    torch.testing.assert_close(got.grad[at_target].double(), want.grad[at_target], rtol=2**-7, atol=0.0)

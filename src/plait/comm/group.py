@@ -118,15 +118,10 @@ class Group(ABC):
             return Pending(lambda: x)
         return self._pending("all_to_all", x.nbytes, lambda: self._all_to_all(x, torch.empty_like(x)))
 
-    def broadcast(self, x: Tensor, source: int = 0) -> Pending:
-        """Copy ``x`` of the rank at index ``source`` into everyone's, in place."""
-        if self.size == 1:
-            return Pending(lambda: x)
-        return self._pending("broadcast", x.nbytes, lambda: self._broadcast(x, source))
-
     def barrier(self) -> None:
         """Return when all ranks have come here."""
-        self.all_reduce(torch.zeros(1, device=self.device)).wait()
+        # The copy to the host waits for a GPU's stream, on which the operation is only ordered.
+        self.all_reduce(torch.zeros(1, device=self.device)).wait().cpu()
 
     @property
     @abstractmethod
@@ -144,9 +139,6 @@ class Group(ABC):
 
     @abstractmethod
     def _all_to_all(self, x: Tensor, out: Tensor) -> Callable[[], Tensor]: ...
-
-    @abstractmethod
-    def _broadcast(self, x: Tensor, source: int) -> Callable[[], Tensor]: ...
 
 
 @final
@@ -171,7 +163,4 @@ class Alone(Group):
         return lambda: x
 
     def _all_to_all(self, x: Tensor, out: Tensor) -> Callable[[], Tensor]:
-        return lambda: x
-
-    def _broadcast(self, x: Tensor, source: int) -> Callable[[], Tensor]:
         return lambda: x

@@ -11,7 +11,6 @@ WIRE: Final[dict[str, Callable[[int, int], int]]] = {
     "reduce_scatter": lambda size, bytes_: (size - 1) * bytes_ // size,
     "all_gather": lambda size, bytes_: (size - 1) * bytes_ // size,
     "all_to_all": lambda size, bytes_: (size - 1) * bytes_ // size,
-    "broadcast": lambda size, bytes_: bytes_,
     "send": lambda size, bytes_: bytes_,
 }
 """Bytes that one rank sends for a tensor of ``bytes_`` (the whole one: gathered, or before it is scattered) over a

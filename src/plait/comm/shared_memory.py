@@ -297,23 +297,6 @@ class SharedMemoryGroup(Group):
             operation = self._start("all_to_all", (end - begin) * x.element_size() * self.size, write, read)
         return self._finisher("all_to_all", operation, out)
 
-    def _broadcast(self, x: Tensor, source: int) -> Callable[[], Tensor]:
-        flat = x.view(-1)
-        operation = 0
-        for begin, end in _chunks(flat.numel(), x.element_size()):
-            part = flat[begin:end]
-
-            def write(slot: Tensor, part: Tensor = part) -> None:
-                if self.index == source:
-                    slot.view(part.dtype).copy_(part)
-
-            def read(slots: list[Tensor], part: Tensor = part) -> None:
-                if self.index != source:
-                    part.copy_(slots[source].view(part.dtype))
-
-            operation = self._start("broadcast", part.nbytes, write, read)
-        return self._finisher("broadcast", operation, x)
-
 
 def _chunks(elements: int, element_bytes: int) -> list[tuple[int, int]]:
     step = max(1, CHUNK // element_bytes)

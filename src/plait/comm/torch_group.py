@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol, final
 
 import torch
@@ -15,6 +15,8 @@ from plait.core.errors import RankError
 
 class _Work(Protocol):
     def wait(self) -> object: ...
+
+    def is_completed(self) -> bool: ...
 
 
 def _waiter(works: Sequence[_Work | None], result: Tensor, book: Book, what: str) -> Callable[[], Tensor]:
@@ -63,36 +65,34 @@ class TorchGroup(Group):
     def _all_to_all(self, x: Tensor, out: Tensor) -> Callable[[], Tensor]:
         return self._done(dist.all_to_all_single(out, x, group=self._group, async_op=True), out, "all_to_all")
 
-    def _broadcast(self, x: Tensor, source: int) -> Callable[[], Tensor]:
-        work = dist.broadcast(x, src=self.ranks[source], group=self._group, async_op=True)
-        return self._done(work, x, "broadcast")
-
 
 @final
 class TorchWire:
     """Point-to-point messages between any two ranks through ``torch.distributed``.
 
-    ``channels`` holds a process group for each direction of a pair that needs its own: NCCL runs the messages of a
-    communicator one after the other, so that two ranks which both send first would wait for each other for ever.
-    gloo matches messages by rank and order and needs none.
+    ``up`` and ``down`` are process groups of all ranks (None: the default one): one for messages to higher ranks, one
+    for those to lower. NCCL runs the messages of two ranks in a group one after the other, so two ranks that both
+    send first would wait for each other for ever; this way each direction has a communicator and a stream of its own.
     """
 
-    def __init__(self, book: Book, channels: Mapping[tuple[int, int], dist.ProcessGroup]) -> None:
+    def __init__(self, book: Book, up: dist.ProcessGroup | None, down: dist.ProcessGroup | None) -> None:
         self._book = book
-        self._channels = channels
+        self._up, self._down = up, down
         self._sends: list[tuple[_Work, Tensor]] = []
 
     def send(self, x: Tensor, to: int) -> None:
         """Start to send ``x`` to rank ``to``; `flush` waits for it."""
-        operation = dist.P2POp(dist.isend, x, to, self._channels.get((self._book.rank, to)))
-        self._sends.extend((work, x) for work in dist.batch_isend_irecv([operation]))
+        # What has left may be freed: or a step would hold every microbatch's activations to its end.
+        self._sends = [(work, kept) for work, kept in self._sends if not work.is_completed()]
+        work = dist.isend(x, to, group=self._up if to > self._book.rank else self._down)
+        if work is not None:
+            self._sends.append((work, x))
 
     def recv(self, out: Tensor, source: int) -> Pending:
         """Start to receive into ``out`` from rank ``source``."""
-        operation = dist.P2POp(dist.irecv, out, source, self._channels.get((source, self._book.rank)))
-        works = dist.batch_isend_irecv([operation])
+        work = dist.irecv(out, source, group=self._down if source > self._book.rank else self._up)
         doing = self._book.doing
-        return Pending(_waiter(works, out, self._book, f"{doing}, from rank {source}"), self._book, "recv pp")
+        return Pending(_waiter([work], out, self._book, f"{doing}, from rank {source}"), self._book, "recv pp")
 
     def flush(self) -> None:
         """Wait until every message has left."""

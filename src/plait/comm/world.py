@@ -17,7 +17,7 @@ from plait.comm import shared_memory
 from plait.comm.group import Alone, Book, Group
 from plait.comm.shared_memory import Ring, SharedMemoryGroup, SharedMemoryWire
 from plait.comm.torch_group import TorchGroup, TorchWire
-from plait.core.errors import PlanError, RankError
+from plait.core.errors import ConfigError, PlanError, RankError
 from plait.core.mesh import AXES, Mesh
 
 SHARED_MEMORY_RANKS = 8
@@ -47,7 +47,7 @@ class World:
         if self._shared:
             self._wire: SharedMemoryWire | TorchWire = SharedMemoryWire(self.book, self._connect)
         else:
-            self._wire = TorchWire(self.book, self._channels())
+            self._wire = self._torch_wire()
 
     @classmethod
     def alone(cls, device: torch.device | str = "cpu") -> World:
@@ -82,14 +82,17 @@ class World:
         assert rank is not None
         store.set_timeout(patience)
         if mesh.world_size > 1:
-            dist.init_process_group(
-                "nccl" if device.type == "cuda" else "gloo",
-                store=PrefixStore("plait", store),
-                rank=rank,
-                world_size=mesh.world_size,
-                timeout=patience,
-                device_id=device if device.type == "cuda" else None,
-            )
+            _same_device(store, rank, mesh.world_size, device)
+            try:
+                dist.init_process_group(
+                    "nccl" if device.type == "cuda" else "gloo",
+                    store=PrefixStore("plait", store),
+                    rank=rank,
+                    world_size=mesh.world_size,
+                    timeout=patience,
+                )
+            except RuntimeError as error:
+                raise RankError(f"rank {rank} waits for the others to start, for {timeout:g} s: {error}") from error
         return cls(mesh, rank=rank, device=device, store=store, timeout=timeout, transport=transport)
 
     def group(self, *axes: str) -> Group:
@@ -124,22 +127,25 @@ class World:
         assert made is not None
         return TorchGroup(name, mine, self.book, made, self.device)
 
-    def _channels(self) -> dict[tuple[int, int], dist.ProcessGroup]:
-        """A communicator for each direction between this rank and its neighbours on the pipeline's ring (NCCL only)."""
-        if self.device.type != "cuda" or self.mesh.pp == 1:
-            return {}
-        line = self.mesh.group(self.rank, ["pp"])
-        here = line.index(self.rank)
-        before, after = line[here - 1], line[(here + 1) % len(line)]
-        pairs = {pair for other in (before, after) for pair in ((self.rank, other), (other, self.rank))}
-        # Members alone make a group, one after the other in an order that all share: so nobody waits in a circle.
+    def _torch_wire(self) -> TorchWire:
+        """Messages through torch.distributed; on GPUs connected to the neighbours on the pipeline's ring."""
+        if self.mesh.pp == 1:
+            return TorchWire(self.book, None, None)
         patience = timedelta(seconds=self.book.timeout)
-        return {
-            pair: dist.new_group(
-                sorted(pair), timeout=patience, use_local_synchronization=True, group_desc=f"pp {pair}"
-            )
-            for pair in sorted(pairs, key=lambda pair: (sorted(pair), pair))
-        }
+        wire = TorchWire(self.book, dist.new_group(timeout=patience), dist.new_group(timeout=patience))
+        if self.device.type == "cuda":
+            line = self.mesh.group(self.rank, ["pp"])
+            here = line.index(self.rank)
+            others = {line[here - 1], line[(here + 1) % len(line)]} - {self.rank}
+            # NCCL connects two ranks at their first message, and waits for the other side: in an order that all share.
+            for source, to in sorted({pair for other in others for pair in ((self.rank, other), (other, self.rank))}):
+                word = torch.zeros(1, device=self.device)
+                if source == self.rank:
+                    wire.send(word, to)
+                else:
+                    wire.recv(word, source).wait()
+            wire.flush()
+        return wire
 
     @property
     def wire(self) -> SharedMemoryWire | TorchWire:
@@ -191,3 +197,15 @@ class World:
 
     def _connect(self, source: int, to: int) -> Ring:
         return self._rings(f"wire/{source}/{to}", (source,))[0]
+
+
+def _same_device(store: Store, rank: int, world_size: int, device: torch.device) -> None:
+    """ConfigError when some ranks found a GPU and others did not: they would wait for each other in vain."""
+    store.set(f"device/{rank}", device.type)
+    try:
+        found = [store.get(f"device/{other}").decode() for other in range(world_size)]
+    except RuntimeError as error:
+        raise RankError(f"rank {rank} waits for the others to start: {error}") from error
+    if len(set(found)) > 1:
+        kinds = {kind: [other for other in range(world_size) if found[other] == kind] for kind in sorted(set(found))}
+        raise ConfigError(f"the ranks found different devices: {kinds}; use run.device=cpu, or a GPU for each rank")

@@ -11,10 +11,11 @@ from torch import Tensor, nn
 
 from plait.comm.group import Group
 from plait.comm.world import World
+from plait.core.errors import ConfigError, PlanError
 from plait.core.legal import check
 from plait.core.plan import Plan
 from plait.core.shard import Piece, ShardSpec, split
-from plait.models.batch import Batch
+from plait.models.batch import IGNORE, Batch
 from plait.models.config import ModelConfig, canonical_name
 from plait.models.decoder import Block, Decoder
 from plait.models.init import WeightSource
@@ -59,10 +60,25 @@ class Parallel:
 
         ``count``: unmasked targets of the global batch. Returns the fp32 mean loss of the global batch, on every rank.
         """
+        self._check(batches)
         book = self.world.book
         loss = self.executor.run(self.schedule(len(batches)), batches.__getitem__, count=count, sink=book.sink)
         self.zero.finish()
         return self.share_loss(loss)[0] / max(count, 1)
+
+    def _check(self, batches: Sequence[Batch]) -> None:
+        """What a run file's data cannot hold, but a caller's own batches can."""
+        for batch in batches:
+            if self.plan.sp and batch.rows % self.plan.tp:
+                raise PlanError(
+                    f"tp={self.plan.tp} with sequence parallel does not divide a microbatch of {batch.rows} tokens; "
+                    "what works: another batch shape, or sequence_parallel=false"
+                )
+            targets, vocab = batch.targets_BT, self.config.vocab_size
+            if bool(((targets != IGNORE) & ((targets < 0) | (targets >= vocab))).any()):
+                raise ConfigError(f"a target is neither one of {vocab} tokens nor {IGNORE} (masked)")
+            if bool(((batch.tokens_BT < 0) | (batch.tokens_BT >= vocab)).any()):
+                raise ConfigError(f"a token is not one of the vocabulary's {vocab}")
 
     def share_loss(self, loss: Tensor, *others: Tensor) -> Tensor:
         """Sum over all ranks of (``loss`` counted once a tp line, ``others``): one collective for all of them."""

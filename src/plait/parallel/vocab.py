@@ -94,12 +94,12 @@ class _CrossEntropy(torch.autograd.Function):
         logits_NV, total_N, index_N, mine_N, kept_N = ctx.saved_tensors
         scale_N = kept_N.float() * grad
         # The logits are not needed again: the gradient takes their place, so one tensor of this size lives, not three.
+        hit_N = torch.where(mine_N, scale_N, 0.0)
         for part in _row_chunks(*logits_NV.shape):
             chunk = logits_NV[part].float().sub_(total_N[part, None]).exp_().mul_(scale_N[part, None])
+            # In fp32: probability minus one of a token that was sure is lost to rounding in bf16.
+            chunk.scatter_add_(1, index_N[part], -hit_N[part, None])
             logits_NV[part] = chunk
-        hit_N = torch.where(mine_N, scale_N, 0.0).to(logits_NV.dtype)
-        if logits_NV.shape[1]:
-            logits_NV.scatter_add_(1, index_N, -hit_N[:, None])
         return logits_NV, None, None, None
 
 
