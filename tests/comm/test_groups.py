@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from plait.comm import shared_memory
+from plait.comm import ring as rings
 from plait.comm.group import Group, Pending
 from plait.comm.torch_group import TorchWire
 from plait.comm.world import World
@@ -32,12 +32,12 @@ SMALL_RING, SMALL_CHUNK = 1 << 14, 1 << 11
 @contextmanager
 def rings_of(ring: int, chunk: int) -> Iterator[None]:
     """Other sizes of shared memory in this process: set the same on all ranks, before the first group."""
-    before = shared_memory.RING, shared_memory.CHUNK
-    shared_memory.RING, shared_memory.CHUNK = ring, chunk
+    before = rings.RING, rings.CHUNK
+    rings.RING, rings.CHUNK = ring, chunk
     try:
         yield
     finally:
-        shared_memory.RING, shared_memory.CHUNK = before
+        rings.RING, rings.CHUNK = before
 
 
 def tensors(size: int, rows: int, dtype: torch.dtype, seed: int) -> list[Tensor]:
@@ -138,7 +138,7 @@ def test_operations_longer_than_a_chunk_and_a_ring_wait_in_any_order(pool: Pool,
 
 def run_real_sizes(connect: Connect) -> None:
     group = connect(Mesh(tp=2)).group("tp")
-    rows = shared_memory.RING // 4 // 3 + 1000
+    rows = rings.RING // 4 // 3 + 1000
     batch = [
         case(group, name, part, torch.float32, 5) for name, part in (("all_reduce", rows), ("all_gather", rows // 8))
     ]

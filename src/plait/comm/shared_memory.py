@@ -1,22 +1,15 @@
-"""Groups and messages through memory shared by the processes of one host.
+"""Groups through memory shared by the processes of one host.
 
 gloo moves a tensor through sockets (about 1 GB/s here, a third of a millisecond for the smallest message); ranks of one
-host can read each other's memory. Each member of a group owns a ring in one anonymous memory file. To start an
+host can read each other's memory. Each member of a group owns a `Ring` in one anonymous memory file. To start an
 operation a rank copies what the others need into its ring and raises its ``published`` counter; to finish, it waits
 for the others' counters and reads. So an operation overlaps with whatever is computed between start and wait, without
 a thread.
-
-A counter is written by one process only, after the data it announces. Stores become visible in program order on x86-64
-(total store order), which is why `available` asks for that architecture; elsewhere gloo serves.
 """
 
 from __future__ import annotations
 
-import mmap
-import os
-import platform
 import sys
-import time
 from collections import deque
 from collections.abc import Callable
 from functools import partial
@@ -25,126 +18,8 @@ from typing import final
 import torch
 from torch import Tensor
 
-from plait.comm.group import Book, Group, Pending, Reduction
-from plait.core.errors import RankError
-
-RING = 32 << 20
-"""Bytes of one rank's ring."""
-CHUNK = 2 << 20
-"""Longer operations are cut into pieces of this many bytes: they stay in cache between writer and reader."""
-_OPS = 256
-_LINE = 8
-_PUBLISHED, _CONSUMED, _OFFSETS, _SIZES = 0, _LINE, 2 * _LINE, 2 * _LINE + _OPS
-_HEADER = (2 * _LINE + 2 * _OPS) * 8
-_ALIGN = 64
-
-
-def available() -> bool:
-    """Whether this machine can carry a group through shared memory."""
-    return platform.machine() in ("x86_64", "AMD64") and "memfd_create" in os.__dict__
-
-
-def host_identity() -> str:
-    """Equal for two processes exactly when they can map each other's memory (one kernel, one PID namespace)."""
-    with open("/proc/sys/kernel/random/boot_id") as file:
-        return f"{file.read().strip()} {os.readlink('/proc/self/ns/pid')}"
-
-
-def wait_until(ready: Callable[[], bool], book: Book, cause: Callable[[], str]) -> None:
-    """Spin, then yield, then sleep until ``ready()``; `RankError` naming ``cause()`` after the book's time-out."""
-    for _ in range(_SPINS):
-        if ready():
-            return
-    begin = time.monotonic()
-    while not ready():
-        for move_on in book.progress:
-            move_on()
-        waited = time.monotonic() - begin
-        if waited > book.timeout:
-            raise RankError(f"{cause()}, for {book.timeout:g} s")
-        if waited < 0.002:
-            os.sched_yield()
-        else:
-            time.sleep(50e-6)
-
-
-_SPINS = 200
-
-
-@final
-class Ring:
-    """One member's counters and data inside the shared file; written by its owner, read by the others."""
-
-    def __init__(self, counters: memoryview, data: Tensor) -> None:
-        self.counters = counters
-        self.data = data
-        self._used: deque[tuple[int, int, int]] = deque()
-        self._head = 0
-
-    @property
-    def published(self) -> int:
-        return int(self.counters[_PUBLISHED])
-
-    @property
-    def consumed(self) -> int:
-        return int(self.counters[_CONSUMED])
-
-    def consume(self, operation: int) -> None:
-        self.counters[_CONSUMED] = operation
-
-    def find(self, operation: int, nbytes: int) -> Tensor:
-        """The bytes of a published operation; `RankError` when the writer sent another size than the reader expects."""
-        offset, size = self.counters[_OFFSETS + operation % _OPS], self.counters[_SIZES + operation % _OPS]
-        if size != nbytes:
-            raise RankError(f"a message of {size} bytes came where one of {nbytes} was expected: the ranks disagree")
-        return self.data[offset : offset + nbytes]
-
-    def publish(self, operation: int, offset: int, nbytes: int) -> None:
-        self.counters[_OFFSETS + operation % _OPS] = offset
-        self.counters[_SIZES + operation % _OPS] = nbytes
-        self.counters[_PUBLISHED] = operation
-
-    def reserve(self, operation: int, nbytes: int, consumed: Callable[[], int]) -> int | None:
-        """Offset of ``nbytes`` free bytes for ``operation``, or None while readers still hold them."""
-        done = consumed()
-        while self._used and self._used[0][0] <= done:
-            self._used.popleft()
-        if not self._used:
-            self._head = 0
-        elif len(self._used) >= _OPS - 1:
-            return None
-        begin = self._head
-        tail = self._used[0][1] if self._used else RING
-        if self._used and begin <= tail:
-            if begin + nbytes > tail:
-                return None
-        elif begin + nbytes > RING:
-            begin = 0
-            if self._used and nbytes > tail:
-                return None
-        self._used.append((operation, begin, begin + nbytes))
-        self._head = -(-(begin + nbytes) // _ALIGN) * _ALIGN
-        return begin
-
-
-def map_rings(members: int, descriptor: int) -> list[Ring]:
-    """Map the shared file behind ``descriptor`` as ``members`` rings."""
-    stride = _HEADER + RING
-    memory = mmap.mmap(descriptor, members * stride)
-    whole = torch.frombuffer(memory, dtype=torch.uint8)
-    rings = []
-    for member in range(members):
-        begin = member * stride
-        counters = memoryview(memory)[begin : begin + _HEADER].cast("q")
-        rings.append(Ring(counters, whole[begin + _HEADER : begin + stride]))
-    return rings
-
-
-def create_file(members: int) -> int:
-    """An anonymous memory file for ``members`` rings: the kernel frees it with the last process that maps it."""
-    descriptor = os.memfd_create("plait")
-    os.ftruncate(descriptor, members * (_HEADER + RING))
-    return descriptor
+from plait.comm.group import Book, Group, Reduction
+from plait.comm.ring import Ring, chunks, wait_until
 
 
 @final
@@ -229,7 +104,7 @@ class SharedMemoryGroup(Group):
     def _all_reduce(self, x: Tensor, op: Reduction) -> Callable[[], Tensor]:
         flat = x.view(-1)
         operation = 0
-        for begin, end in _chunks(flat.numel(), x.element_size()):
+        for begin, end in chunks(flat.numel(), x.element_size()):
             part = flat[begin:end]
 
             def write(slot: Tensor, part: Tensor = part) -> None:
@@ -246,7 +121,7 @@ class SharedMemoryGroup(Group):
         # ``out`` may be this rank's part of ``x``: only as one of the first two terms may it be overwritten by the sum.
         copied = self.index >= 2
         operation = 0
-        for begin, end in _chunks(into.numel(), x.element_size() * self.size):
+        for begin, end in chunks(into.numel(), x.element_size() * self.size):
 
             def write(slot: Tensor, begin: int = begin, end: int = end) -> None:
                 rows = slot.view(x.dtype).view(self.size, -1)
@@ -267,7 +142,7 @@ class SharedMemoryGroup(Group):
         flat, rows = x.view(-1), out.view(self.size, -1)
         in_place = rows[self.index].data_ptr() == flat.data_ptr()
         operation = 0
-        for begin, end in _chunks(flat.numel(), x.element_size()):
+        for begin, end in chunks(flat.numel(), x.element_size()):
 
             def write(slot: Tensor, begin: int = begin, end: int = end) -> None:
                 slot.view(x.dtype).copy_(flat[begin:end])
@@ -285,7 +160,7 @@ class SharedMemoryGroup(Group):
     def _all_to_all(self, x: Tensor, out: Tensor) -> Callable[[], Tensor]:
         parts, rows = x.view(self.size, -1), out.view(self.size, -1)
         operation = 0
-        for begin, end in _chunks(parts.shape[1], x.element_size() * self.size):
+        for begin, end in chunks(parts.shape[1], x.element_size() * self.size):
 
             def write(slot: Tensor, begin: int = begin, end: int = end) -> None:
                 slot.view(x.dtype).view(self.size, -1).copy_(parts[:, begin:end])
@@ -298,114 +173,9 @@ class SharedMemoryGroup(Group):
         return self._finisher("all_to_all", operation, out)
 
 
-def _chunks(elements: int, element_bytes: int) -> list[tuple[int, int]]:
-    step = max(1, CHUNK // element_bytes)
-    return [(begin, min(begin + step, elements)) for begin in range(0, elements, step)] or [(0, 0)]
-
-
 def _reduce(rows: list[Tensor], out: Tensor, op: Reduction) -> None:
     """Fold ``rows`` in rank order, so that every rank gets the same bits. ``out`` may be one of the rows."""
     combine = torch.add if op == "sum" else torch.maximum
     combine(rows[0], rows[1], out=out)
     for row in rows[2:]:
         combine(out, row, out=out)
-
-
-@final
-class SharedMemoryWire:
-    """Messages between two ranks of one host. A send never blocks: what finds no room leaves while the rank waits."""
-
-    def __init__(self, book: Book, connect: Callable[[int, int], Ring]) -> None:
-        self._book = book
-        self._connect = connect
-        self._channels: dict[tuple[int, int], _Channel] = {}
-        self._queue: deque[tuple[_Channel, Tensor]] = deque()
-        book.progress.append(self._push)
-
-    def _channel(self, source: int, to: int) -> _Channel:
-        key = (source, to)
-        if key not in self._channels:
-            self._channels[key] = _Channel(self._connect(source, to))
-        return self._channels[key]
-
-    def send(self, x: Tensor, to: int) -> None:
-        """Copy ``x`` into the channel to rank ``to``, or queue it while the channel is full."""
-        channel = self._channel(self._book.rank, to)
-        self._queue.extend((channel, part) for part in _parts(x))
-        self._push()
-
-    def _push(self) -> None:
-        blocked: set[int] = set()
-        for _ in range(len(self._queue)):
-            channel, part = self._queue.popleft()
-            if id(channel) in blocked or not channel.write(part):
-                blocked.add(id(channel))
-                self._queue.append((channel, part))
-
-    def recv(self, out: Tensor, source: int) -> Pending:
-        """Receive into ``out`` from rank ``source``; messages of a pair arrive in the order they were sent."""
-        channel = self._channel(source, self._book.rank)
-        message = channel.expect(_parts(out))
-        cause = f"rank {self._book.rank} waits for {self._book.doing}, from rank {source}"
-
-        def finish() -> Tensor:
-            wait_until(lambda: channel.deliver(message), self._book, lambda: cause)
-            return out
-
-        return Pending(finish, self._book, "recv pp")
-
-    def flush(self) -> None:
-        """Return when every message has left this rank, to a receiver that is there: this one may leave then."""
-
-        def empty() -> bool:
-            self._push()
-            return not self._queue and all(channel.met for channel in self._channels.values())
-
-        wait_until(empty, self._book, lambda: f"rank {self._book.rank} waits for its messages to be read")
-
-
-@final
-class _Channel:
-    """One direction between two ranks: a ring with one writer and one reader."""
-
-    def __init__(self, ring: Ring) -> None:
-        self._ring = ring
-        self._sent = 0
-        self._received = 0
-        self._expected: deque[Tensor] = deque()
-        self._announced = 0
-
-    def write(self, part: Tensor) -> bool:
-        operation = self._sent + 1
-        offset = self._ring.reserve(operation, part.nbytes, lambda: self._ring.consumed)
-        if offset is None:
-            return False
-        self._ring.data[offset : offset + part.nbytes].view(part.dtype).copy_(part)
-        self._ring.publish(operation, offset, part.nbytes)
-        self._sent = operation
-        return True
-
-    @property
-    def met(self) -> bool:
-        """Whether the reader has been seen, if anything was written."""
-        return self._sent == 0 or self._ring.consumed > 0
-
-    def expect(self, parts: list[Tensor]) -> int:
-        """Queue buffers for what comes next; returns the number of the last part."""
-        self._expected.extend(parts)
-        self._announced += len(parts)
-        return self._announced
-
-    def deliver(self, last: int) -> bool:
-        """Copy out what has arrived; whether that includes part ``last``."""
-        while self._expected and self._received < last and self._ring.published > self._received:
-            part = self._expected.popleft()
-            self._received += 1
-            part.copy_(self._ring.find(self._received, part.nbytes).view(part.dtype))
-            self._ring.consume(self._received)
-        return self._received >= last
-
-
-def _parts(x: Tensor) -> list[Tensor]:
-    flat = x.reshape(-1)
-    return [flat[begin:end] for begin, end in _chunks(flat.numel(), x.element_size())]

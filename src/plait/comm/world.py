@@ -13,10 +13,12 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
-from plait.comm import shared_memory
+from plait.comm import ring
 from plait.comm.group import Alone, Book, Group
-from plait.comm.shared_memory import Ring, SharedMemoryGroup, SharedMemoryWire
+from plait.comm.ring import Ring
+from plait.comm.shared_memory import SharedMemoryGroup
 from plait.comm.torch_group import TorchGroup, TorchWire
+from plait.comm.wire import SharedMemoryWire
 from plait.core.errors import ConfigError, PlanError, RankError
 from plait.core.mesh import AXES, Mesh
 
@@ -166,8 +168,8 @@ class World:
         """Whether all ranks are CPU processes of one host (agreed: every rank sees every other's identity)."""
         if self.mesh.world_size == 1 or self._store is None:
             return False
-        usable = self.device.type == "cpu" and transport == "auto" and shared_memory.available()
-        self._store.set(f"host/{self.rank}", shared_memory.host_identity() if usable else f"apart {self.rank}")
+        usable = self.device.type == "cpu" and transport == "auto" and ring.available()
+        self._store.set(f"host/{self.rank}", ring.host_identity() if usable else f"apart {self.rank}")
         names = {self._get(f"host/{rank}", rank) for rank in range(self.mesh.world_size)}
         return len(names) == 1
 
@@ -182,12 +184,12 @@ class World:
         """The shared rings of ``ranks``; the first of them to arrive makes the file, the others open it."""
         assert self._store is not None
         if self._store.add(f"claim/{key}", 1) == 1:
-            descriptor = shared_memory.create_file(len(ranks))
+            descriptor = ring.create_file(len(ranks))
             self._store.set(f"file/{key}", f"/proc/{os.getpid()}/fd/{descriptor}")
         else:
             descriptor = os.open(self._get(f"file/{key}", ranks[0]), os.O_RDWR)
         self._descriptors.append(descriptor)
-        rings = shared_memory.map_rings(len(ranks), descriptor)
+        rings = ring.map_rings(len(ranks), descriptor)
         # No member may leave, and take the file's name with it, before all have opened it.
         if len(ranks) > 1:
             if self._store.add(f"opened/{key}", 1) == len(ranks):

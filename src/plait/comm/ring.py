@@ -1,0 +1,145 @@
+"""`Ring`: memory of one process that the other processes of its host read, and how to wait for them.
+
+A counter is written by one process only, after the data it announces. Stores become visible in program order on x86-64
+(total store order), which is why `available` asks for that architecture; elsewhere gloo serves.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import platform
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import final
+
+import torch
+from torch import Tensor
+
+from plait.comm.group import Book
+from plait.core.errors import RankError
+
+RING = 32 << 20
+"""Bytes of one rank's ring."""
+CHUNK = 2 << 20
+"""Longer operations are cut into pieces of this many bytes: they stay in cache between writer and reader."""
+_OPS = 256
+_LINE = 8
+_PUBLISHED, _CONSUMED, _OFFSETS, _SIZES = 0, _LINE, 2 * _LINE, 2 * _LINE + _OPS
+_HEADER = (2 * _LINE + 2 * _OPS) * 8
+_ALIGN = 64
+
+
+def available() -> bool:
+    """Whether this machine can carry a group through shared memory."""
+    return platform.machine() in ("x86_64", "AMD64") and "memfd_create" in os.__dict__
+
+
+def host_identity() -> str:
+    """Equal for two processes exactly when they can map each other's memory (one kernel, one PID namespace)."""
+    with open("/proc/sys/kernel/random/boot_id") as file:
+        return f"{file.read().strip()} {os.readlink('/proc/self/ns/pid')}"
+
+
+def wait_until(ready: Callable[[], bool], book: Book, cause: Callable[[], str]) -> None:
+    """Spin, then yield, then sleep until ``ready()``; `RankError` naming ``cause()`` after the book's time-out."""
+    for _ in range(_SPINS):
+        if ready():
+            return
+    begin = time.monotonic()
+    while not ready():
+        for move_on in book.progress:
+            move_on()
+        waited = time.monotonic() - begin
+        if waited > book.timeout:
+            raise RankError(f"{cause()}, for {book.timeout:g} s")
+        if waited < 0.002:
+            os.sched_yield()
+        else:
+            time.sleep(50e-6)
+
+
+_SPINS = 200
+
+
+@final
+class Ring:
+    """One member's counters and data inside the shared file; written by its owner, read by the others."""
+
+    def __init__(self, counters: memoryview, data: Tensor) -> None:
+        self.counters = counters
+        self.data = data
+        self._used: deque[tuple[int, int, int]] = deque()
+        self._head = 0
+
+    @property
+    def published(self) -> int:
+        return int(self.counters[_PUBLISHED])
+
+    @property
+    def consumed(self) -> int:
+        return int(self.counters[_CONSUMED])
+
+    def consume(self, operation: int) -> None:
+        self.counters[_CONSUMED] = operation
+
+    def find(self, operation: int, nbytes: int) -> Tensor:
+        """The bytes of a published operation; `RankError` when the writer sent another size than the reader expects."""
+        offset, size = self.counters[_OFFSETS + operation % _OPS], self.counters[_SIZES + operation % _OPS]
+        if size != nbytes:
+            raise RankError(f"a message of {size} bytes came where one of {nbytes} was expected: the ranks disagree")
+        return self.data[offset : offset + nbytes]
+
+    def publish(self, operation: int, offset: int, nbytes: int) -> None:
+        self.counters[_OFFSETS + operation % _OPS] = offset
+        self.counters[_SIZES + operation % _OPS] = nbytes
+        self.counters[_PUBLISHED] = operation
+
+    def reserve(self, operation: int, nbytes: int, consumed: Callable[[], int]) -> int | None:
+        """Offset of ``nbytes`` free bytes for ``operation``, or None while readers still hold them."""
+        done = consumed()
+        while self._used and self._used[0][0] <= done:
+            self._used.popleft()
+        if not self._used:
+            self._head = 0
+        elif len(self._used) >= _OPS - 1:
+            return None
+        begin = self._head
+        tail = self._used[0][1] if self._used else RING
+        if self._used and begin <= tail:
+            if begin + nbytes > tail:
+                return None
+        elif begin + nbytes > RING:
+            begin = 0
+            if self._used and nbytes > tail:
+                return None
+        self._used.append((operation, begin, begin + nbytes))
+        self._head = -(-(begin + nbytes) // _ALIGN) * _ALIGN
+        return begin
+
+
+def map_rings(members: int, descriptor: int) -> list[Ring]:
+    """Map the shared file behind ``descriptor`` as ``members`` rings."""
+    stride = _HEADER + RING
+    memory = mmap.mmap(descriptor, members * stride)
+    whole = torch.frombuffer(memory, dtype=torch.uint8)
+    rings = []
+    for member in range(members):
+        begin = member * stride
+        counters = memoryview(memory)[begin : begin + _HEADER].cast("q")
+        rings.append(Ring(counters, whole[begin + _HEADER : begin + stride]))
+    return rings
+
+
+def create_file(members: int) -> int:
+    """An anonymous memory file for ``members`` rings: the kernel frees it with the last process that maps it."""
+    descriptor = os.memfd_create("plait")
+    os.ftruncate(descriptor, members * (_HEADER + RING))
+    return descriptor
+
+
+def chunks(elements: int, element_bytes: int) -> list[tuple[int, int]]:
+    """Ranges of at most `CHUNK` bytes that make up ``elements``; one empty range for none."""
+    step = max(1, CHUNK // element_bytes)
+    return [(begin, min(begin + step, elements)) for begin in range(0, elements, step)] or [(0, 0)]
