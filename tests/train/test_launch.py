@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import json
 import os
+import pty
 import signal
+import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
+import torch
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from plait.core.errors import ConfigError, WeightsError
-from plait.train.launch import Place, Worker, WorkerFailed, _failure, address_of, first_host, launch, placed, slurm_port
+from plait.train.launch import Place, Worker, WorkerFailed, _failure, _share, address_of, launch, placed
+from plait.train.slurm import first_host, port, tasks_here
 from plait.train.worker import resolve, write_error
 from tests.train import jobs
 
 ROOT = Path(__file__).resolve().parents[2]
+ENV = {**os.environ, "PYTHONPATH": f"{ROOT}/src:{ROOT}", "TERM": "xterm"}
 
 
 @pytest.mark.parametrize(
@@ -42,31 +47,94 @@ def test_no_host_says_what_to_set() -> None:
 
 
 def test_place_under_torchrun() -> None:
-    env = {"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "SLURM_PROCID": "0", "SLURM_NTASKS": "2"}
-    assert placed(env) == Place(rank=5, local_rank=1, world_size=8)
+    env = {"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4", "SLURM_PROCID": "0"}
+    assert placed(env) == Place(rank=5, local_rank=1, world_size=8, local_size=4)
+    assert placed({"RANK": "1", "WORLD_SIZE": "2"}) == Place(rank=1, local_rank=1, world_size=2, local_size=2)
 
 
-SRUN = {
-    "SLURM_PROCID": "3",
+BATCH = {
+    "SLURM_PROCID": "0",
+    "SLURM_LOCALID": "0",
     "SLURM_NTASKS": "4",
-    "SLURM_LOCALID": "1",
+    "SLURM_TASKS_PER_NODE": "2(x2)",
     "SLURM_NODELIST": "n[03-04]",
     "SLURM_JOB_ID": "4711",
+}
+SRUN = {
+    **BATCH,
+    "SLURM_PROCID": "3",
+    "SLURM_LOCALID": "1",
+    "SLURM_NODEID": "1",
+    "SLURM_STEP_ID": "0",
+    "SLURM_STEP_NUM_TASKS": "4",
+    "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
 }
 
 
 def test_place_under_srun() -> None:
-    port = slurm_port(4711, None)
-    assert placed(SRUN) == Place(rank=3, local_rank=1, world_size=4, address=("n03", port))
-    assert 15000 <= port < 30000
-    assert slurm_port(4711, "1") != port  # two steps of one job do not meet
-    given = {**SRUN, "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
-    assert placed(given) == Place(rank=3, local_rank=1, world_size=4, address=("10.0.0.1", 29500))
+    here = port(4711, 0)
+    assert placed(SRUN) == Place(rank=3, local_rank=1, world_size=4, local_size=2, address=("n03", here))
+    assert 15000 <= here < 30000
+    assert port(4711, 1) != here  # two steps of one job do not meet
+    given = placed({**SRUN, "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"})
+    assert given is not None
+    assert given.address == ("10.0.0.1", 29500)
 
 
-def test_one_task_is_no_launcher() -> None:
+def test_only_tasks_of_a_step_join() -> None:
     assert placed({}) is None
     assert placed({**SRUN, "SLURM_STEP_NUM_TASKS": "1"}) is None
+    # A batch script is told how many tasks its job may have, and that it is task 0.
+    assert placed(BATCH) is None
+    for step in ("batch", "4294967291"):
+        assert placed({**SRUN, "SLURM_STEP_ID": step}) is None
+
+
+@pytest.mark.parametrize(("counts", "node", "here"), [("8", 0, 8), ("2(x3),1", 2, 2), ("2(x3),1", 3, 1), ("4,3", 1, 3)])
+def test_tasks_on_a_node(counts: str, node: int, here: int) -> None:
+    assert tasks_here({"SLURM_STEP_TASKS_PER_NODE": counts, "SLURM_NODEID": str(node)}) == here
+    assert tasks_here({"SLURM_NTASKS_PER_NODE": "5", "SLURM_NODEID": str(node)}) == 5
+    with pytest.raises(ConfigError, match="ntasks-per-node"):
+        tasks_here({})
+
+
+def devices(monkeypatch: pytest.MonkeyPatch, gpus: int, device: str, places: list[Place]) -> list[str]:
+    chosen: list[object] = []
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    found = [str(Worker(place=place, device=device, timeout=1.0).torch_device()) for place in places]
+    assert [f"cuda:{index}" for index in chosen] == [name for name in found if name != "cpu"]
+    return found
+
+
+def test_ranks_of_a_host_compute_on_one_kind_of_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    places = [Place(rank=4 + local, local_rank=local, world_size=8, local_size=4) for local in range(4)]
+    assert devices(monkeypatch, 0, "auto", places) == ["cpu"] * 4
+    assert devices(monkeypatch, 1, "auto", places) == ["cpu"] * 4
+    assert devices(monkeypatch, 3, "auto", places) == ["cpu"] * 4
+    assert devices(monkeypatch, 4, "auto", places) == [f"cuda:{local}" for local in range(4)]
+    assert devices(monkeypatch, 4, "cpu", places) == ["cpu"] * 4
+    for place in places:  # every rank says so, none starts to wait
+        with pytest.raises(ConfigError, match=rf"4 ranks on this host need a GPU each; rank {place.rank} sees 3"):
+            devices(monkeypatch, 3, "cuda", [place])
+
+
+def test_slurm_gives_a_task_one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    tasks = [{**SRUN, "SLURM_PROCID": str(2 + local), "SLURM_LOCALID": str(local)} for local in range(2)]
+    for bound in ({"SLURM_GPUS_ON_NODE": "2"}, {"SLURM_GPUS_PER_TASK": "1"}):
+        places = [place for task in tasks if (place := placed({**task, **bound})) is not None]
+        assert devices(monkeypatch, 1, "auto", places) == ["cuda:0", "cuda:0"]
+        assert devices(monkeypatch, 2, "cuda", places) == ["cuda:0", "cuda:1"]
+    places = [place for task in tasks if (place := placed({**task, "SLURM_GPUS_ON_NODE": "1"})) is not None]
+    assert devices(monkeypatch, 1, "auto", places) == ["cpu", "cpu"]  # the node's only one, which both see
+
+
+def test_ranks_of_another_launcher_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("plait.train.launch.cores", lambda: 8)
+    place = Place(rank=0, local_rank=0, world_size=4, local_size=4)
+    assert _share(place, {}) == 2
+    assert _share(place, {"OMP_NUM_THREADS": "1"}) is None
+    assert _share(place, {"SLURM_CPUS_ON_NODE": "32"}) == 8  # bound to its own eight
 
 
 def test_nonsense_variables_are_bad_input() -> None:
@@ -143,17 +211,89 @@ def test_the_first_failure_is_reported(tmp_path: Path, monkeypatch: pytest.Monke
     assert "rank 1 of 3 was ended by signal 11 (SIGSEGV)" in str(_failure(failures, 3))
 
 
-def test_killing_the_launcher_ends_every_rank(tmp_path: Path) -> None:
-    code = (
-        "from plait.train.launch import launch\n"
-        f"launch('tests.train.jobs:ranks', processes=2, args=[{str(tmp_path)!r}, 'wait'])"
+def test_a_rank_that_exits_ends_at_once(tmp_path: Path) -> None:
+    with pytest.raises(WorkerFailed, match="rank 1 of 2 ended with exit code 3"):
+        launch(jobs.leave, processes=2, args=[str(tmp_path), "exit"], device="cpu", timeout=30.0)
+    assert time.time() - (tmp_path / "left").stat().st_mtime < 10
+
+
+@pytest.mark.parametrize(
+    ("how", "says", "code"),
+    [
+        ("raise", "ValueError: rank one's own trouble", 4),
+        ("refuse", "plait: error: rank 1 of 2: these weights are damaged", 5),
+    ],
+)
+def test_a_rank_of_another_launcher_ends_at_once(tmp_path: Path, how: str, says: str, code: int) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        env = {**ENV, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1]), "WORLD_SIZE": "2"}
+    program = launching(
+        f"'tests.train.jobs:leave', processes=2, args=[{str(tmp_path)!r}, {how!r}], threads=3, timeout=30.0"
     )
-    env = {**os.environ, "PYTHONPATH": f"{ROOT}/src:{ROOT}"}
-    launcher = subprocess.Popen([sys.executable, "-c", code], env=env)
+    ranks = [
+        subprocess.Popen(program, env={**env, "RANK": str(rank)}, stderr=subprocess.PIPE, text=True)
+        for rank in range(2)
+    ]
+    try:
+        wait_for(tmp_path / "left")
+        _, errors = ranks[1].communicate(timeout=10)
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.communicate()
+    assert ranks[1].returncode == code
+    assert says in errors
+    assert ("Traceback" in errors) == (how == "raise")
+    assert (tmp_path / "left").read_text() == "3"  # threads
+
+
+def launching(arguments: str) -> list[str]:
+    """A program that calls `launch`."""
+    return [sys.executable, "-P", "-c", f"from plait.train.launch import launch\nlaunch({arguments})"]
+
+
+def test_killing_the_launcher_ends_every_rank(tmp_path: Path) -> None:
+    program = launching(f"'tests.train.jobs:ranks', processes=2, args=[{str(tmp_path)!r}, 'wait']")
+    launcher = subprocess.Popen(program, env=ENV)
     wait_for(tmp_path / "0.json", tmp_path / "1.json")
     launcher.kill()
     launcher.wait(5)
     assert_gone(tmp_path)
+
+
+@pytest.mark.parametrize("end", ["wait", "kill"])
+def test_the_terminal_gets_its_cursor_back(tmp_path: Path, end: str) -> None:
+    """Whoever drew on it died without a word: by Ctrl-C, or because another rank did."""
+    ours, theirs = pty.openpty()
+    program = launching(f"'tests.train.jobs:ranks', processes=2, args=[{str(tmp_path)!r}, {end!r}]")
+    launcher = subprocess.Popen(program, env=ENV, stdout=theirs, stderr=subprocess.DEVNULL)
+    wait_for(tmp_path / "0.json", tmp_path / "1.json")
+    if end == "wait":
+        launcher.send_signal(signal.SIGINT)
+    assert launcher.wait(20) != 0
+    os.close(theirs)
+    assert os.read(ours, 4096).endswith(b"\x1b[?25h")
+    os.close(ours)
+
+
+def test_a_reader_who_leaves_ends_the_ranks_without_a_word(tmp_path: Path) -> None:
+    program = launching(f"'tests.train.jobs:chatter', processes=2, args=[{str(tmp_path)!r}]")
+    program[-1] = program[-1].replace("\nlaunch", "\ntry: launch") + "\nexcept BrokenPipeError: raise SystemExit(7)"
+    with subprocess.Popen(program, env=ENV, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as launcher:
+        assert launcher.stdout is not None
+        assert launcher.stdout.readline() == b"a line\n"
+        launcher.stdout.close()
+        _, errors = launcher.communicate(timeout=20)
+    assert launcher.returncode == 7
+    assert errors == b""
+    assert_gone(tmp_path)
+
+
+def test_files_of_the_current_folder_are_not_pythons(tmp_path: Path) -> None:
+    (tmp_path / "signal.py").write_text("raise ImportError('not mine')")
+    program = launching(f"'tests.train.jobs:ranks', processes=2, args=[{str(tmp_path)!r}, 'ok']")
+    subprocess.run(program, env=ENV, cwd=tmp_path, check=True, timeout=90)
 
 
 def wait_for(*files: Path) -> None:

@@ -3,7 +3,7 @@
 Without a launcher it starts local workers through torch.distributed's own. Under ``torchrun``, or ``srun`` with Slurm's
 variables, this process *is* one of the ranks: it joins the others. Workers are started by command, with their function
 named in a JSON file: nothing is pickled. A failing rank, or Ctrl-C, ends all ranks at once, and the failing rank's own
-error is what the caller sees.
+error is what the caller sees; a rank that another launcher started says it itself.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from __future__ import annotations
 import json
 import logging
 import os
-import re
 import signal
 import sys
 import tempfile
 import threading
+import traceback
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -25,9 +25,10 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from plait.core.errors import ConfigError, PlanError, RankError
+from plait.core.errors import ConfigError, PlaitError, PlanError, RankError
 from plait.core.mesh import Mesh
-from plait.train.worker import call, write_error
+from plait.train import slurm
+from plait.train.worker import BROKEN_PIPE, call, run
 
 if TYPE_CHECKING:
     import torch
@@ -39,15 +40,29 @@ MONITOR_SECONDS = 0.1
 """How often the launcher looks whether a rank has ended."""
 GRACE_SECONDS = 2
 """What a rank that does not end on SIGTERM is given before SIGKILL."""
+_WORKER = """\
+import json, sys
+with open(sys.argv[1], encoding="utf-8") as file: sys.path[:] = json.load(file)["path"]
+from plait.train.worker import start
+start(sys.argv[1])
+"""
+"""A worker's program. With ``python -P`` it imports what the launcher can, and does not take a ``signal.py`` in the
+folder where a run was started for Python's own."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """Where a launcher put this process. ``address`` is rank 0's (host, port); None: torchrun's variables hold it."""
+    """Where a launcher put this process.
+
+    ``local_size`` is the number of ranks on this host; ``own_gpu``: a GPU that is the only one to be seen is this
+    rank's alone. ``address`` is rank 0's (host, port); None: torchrun's variables hold it.
+    """
 
     rank: int
     local_rank: int
     world_size: int
+    local_size: int = 1
+    own_gpu: bool = False
     address: tuple[str, int] | None = None
 
 
@@ -57,7 +72,7 @@ class Worker:
 
     place: Place
     device: str
-    """auto, cpu or cuda; auto is CUDA where this host has a GPU for the rank."""
+    """auto, cpu or cuda; auto is CUDA where this host has a GPU for each of its ranks."""
     timeout: float
 
     def connect(self, mesh: Mesh) -> World:
@@ -83,16 +98,20 @@ class Worker:
         return World.connect(mesh, device=device, timeout=self.timeout, store=store, rank=place.rank)
 
     def torch_device(self) -> torch.device:
-        """The rank's device, made the current one when it is a GPU."""
+        """The rank's device, made the current one when it is a GPU. All ranks of a host get the same kind: they could
+        not talk to each other otherwise."""
         import torch
 
-        gpus = torch.cuda.device_count() if self.device != "cpu" else 0
-        if self.place.local_rank < gpus:
-            torch.cuda.set_device(self.place.local_rank)
-            return torch.device("cuda", self.place.local_rank)
+        place, gpus = self.place, torch.cuda.device_count() if self.device != "cpu" else 0
+        own = gpus == 1 and place.own_gpu
+        if own or gpus >= place.local_size:
+            index = 0 if own else place.local_rank
+            torch.cuda.set_device(index)
+            return torch.device("cuda", index)
         if self.device == "cuda":
-            local = self.place.local_rank
-            raise ConfigError(f"run.device=cuda: rank {self.place.rank} needs GPU {local}, there are {gpus} here")
+            raise ConfigError(
+                f"run.device=cuda: {place.local_size} ranks on this host need a GPU each; rank {place.rank} sees {gpus}"
+            )
         return torch.device("cpu")
 
 
@@ -110,31 +129,22 @@ def placed(env: Mapping[str, str] = os.environ) -> Place | None:
     try:
         if "RANK" in env and "WORLD_SIZE" in env:
             rank, size = int(env["RANK"]), int(env["WORLD_SIZE"])
-            return Place(rank=rank, local_rank=int(env.get("LOCAL_RANK", rank)), world_size=size)
-        if "SLURM_PROCID" not in env:
+            here = int(env.get("LOCAL_WORLD_SIZE", size))
+            return Place(rank=rank, local_rank=int(env.get("LOCAL_RANK", rank)), world_size=size, local_size=here)
+        size = slurm.tasks(env)
+        if size == 1:  # no Slurm, an interactive shell, or a script that starts its own workers
             return None
-        size = int(env.get("SLURM_STEP_NUM_TASKS") or env.get("SLURM_NTASKS") or 1)
-        if size == 1:  # an interactive shell, or a script that starts its own workers
-            return None
-        rank = int(env["SLURM_PROCID"])
-        host = env.get("MASTER_ADDR") or first_host(env.get("SLURM_STEP_NODELIST") or env.get("SLURM_NODELIST") or "")
-        port = int(env.get("MASTER_PORT") or slurm_port(int(env.get("SLURM_JOB_ID") or 0), env.get("SLURM_STEP_ID")))
-        return Place(rank=rank, local_rank=int(env.get("SLURM_LOCALID", 0)), world_size=size, address=(host, port))
+        here = slurm.tasks_here(env)
+        return Place(
+            rank=int(env["SLURM_PROCID"]),
+            local_rank=int(env.get("SLURM_LOCALID", 0)),
+            world_size=size,
+            local_size=here,
+            own_gpu=slurm.own_gpu(env, here),
+            address=slurm.address(env),
+        )
     except ValueError as error:
         raise ConfigError(f"the launcher's variables cannot be read: {error}") from error
-
-
-def first_host(nodelist: str) -> str:
-    """``rack[2-3]n[04-08,11],login1`` -> ``rack2n04``; ConfigError for an empty list."""
-    first = re.match(r"(?:[^,\[]|\[[^\]]*\])+", nodelist)
-    if first is None:
-        raise ConfigError("srun gave no SLURM_NODELIST: set MASTER_ADDR to the host of rank 0")
-    return re.sub(r"\[([^\],-]*)[^\]]*\]", r"\1", first[0])
-
-
-def slurm_port(job: int, step: str | None) -> int:
-    """A port that all ranks of a job's step agree on, below the range from which Linux hands out ports of its own."""
-    return 15000 + (job + 97 * int(step or 0)) % 15000
 
 
 def launch(
@@ -151,8 +161,9 @@ def launch(
     ``function`` is importable at top level: the object, or ``"module:name"``. ``args`` are JSON values. ``device`` is
     auto, cpu or cuda; ``timeout`` the seconds any rank waits for another; ``threads`` those a local rank computes with
     (None: OMP_NUM_THREADS, or the cores shared evenly). One rank, or a rank that torchrun or srun started, runs in this
-    process. Raises `WorkerFailed` naming the first local worker that failed, and KeyboardInterrupt on Ctrl-C, after
-    every rank has ended.
+    process. Raises `WorkerFailed` naming the first local worker that failed, KeyboardInterrupt on Ctrl-C, and
+    BrokenPipeError when who read the output has left, after every rank has ended. When a rank that torchrun or srun
+    started fails, it says why and this process ends.
     """
     place = placed()
     if place is None and processes == 1:
@@ -160,6 +171,7 @@ def launch(
         alone = Place(rank=0, local_rank=0, world_size=1)
         call(address_of(function), Worker(place=alone, device=device, timeout=timeout), args)
     elif place is not None:
+        _use_threads(threads or _share(place))
         _join(address_of(function), Worker(place=place, device=device, timeout=timeout), args)
     else:
         payload = {
@@ -192,6 +204,15 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
 
 
+def _share(place: Place, env: Mapping[str, str] = os.environ) -> int | None:
+    """Threads of a rank that shares this host with others; None where OMP_NUM_THREADS has told torch."""
+    if env.get("OMP_NUM_THREADS"):
+        return None
+    # A task that Slurm has bound to cores of its own sees no others: it is the node's that are shared.
+    node = int(env.get("SLURM_CPUS_ON_NODE") or cores())
+    return max(1, min(cores(), node // place.local_size))
+
+
 def _use_threads(threads: int | None) -> None:
     if threads is not None:
         import torch
@@ -200,19 +221,30 @@ def _use_threads(threads: int | None) -> None:
 
 
 def _join(address: str, worker: Worker, args: Sequence[object]) -> None:
-    """Be one of the ranks that another launcher started; it gets the error file that it asks for."""
+    """Be one of the ranks that another launcher started, which gets the error file that it asks for.
+
+    Returns when the function has; otherwise it says why, and ends this process at once: threads of a process group that
+    is no longer whole would keep the interpreter, and so the launcher, until the time-out.
+    """
     if threading.current_thread() is threading.main_thread():
         # The launcher ends its ranks with the signal it got: die at once, it has the message to give.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-    try:
-        call(address, worker, args)
-    except Exception as error:
-        write_error(error)
-        raise
+    code, error = run(address, worker, args)
+    if code == 0:
+        return
+    place = worker.place
+    if isinstance(error, PlaitError):
+        print(f"plait: error: rank {place.rank} of {place.world_size}: {error}", file=sys.stderr)
+    elif error is not None:
+        traceback.print_exception(error)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def _start(payload: Mapping[str, object], processes: int) -> None:
     """Start local workers and wait for them."""
+    from rich.console import Console
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -239,10 +271,14 @@ def _start(payload: Mapping[str, object], processes: int) -> None:
         )
         with _quiet("torch.distributed"), _signals() as interrupts:
             try:
-                elastic_launch(config, sys.executable)("-m", "plait.train.worker", str(file))
+                elastic_launch(config, sys.executable)("-P", "-c", _WORKER, str(file))
             except ChildFailedError as error:
+                Console().show_cursor()  # rank 0 may have died while it drew, and taken the terminal's cursor with it
+                if any(failure.exitcode == BROKEN_PIPE for failure in error.failures.values()):
+                    raise BrokenPipeError from None
                 raise _failure(error.failures, processes) from None
             except SignalException as error:
+                Console().show_cursor()
                 if interrupts:
                     raise KeyboardInterrupt from None
                 name = signal.Signals(error.sigval).name

@@ -29,6 +29,14 @@ _MEMORY_RANKS = 8
 
 
 @final
+class _Terminal(Console):
+    """rich's own, except that a reader who has left is an error like any other: rank 0 must not end as if it failed."""
+
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError  # rich calls this while it handles one
+
+
+@final
 class Progress:
     """Shows rows of ``metrics.jsonl`` as they come; silent where ``shown`` is off. A context manager."""
 
@@ -36,7 +44,7 @@ class Progress:
         self._setup = setup
         self._shown = shown
         self._json = as_json
-        self._console = console if console is not None else Console(highlight=False)
+        self._console = console if console is not None else _Terminal(highlight=False)
         self._live: Live | None = None
         self._begin = monotonic()
         self._drawn = 0.0

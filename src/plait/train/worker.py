@@ -1,4 +1,4 @@
-"""``python -m plait.train.worker JOB.json``: one local rank that `plait.train.launch` started."""
+"""How a rank runs its function and ends, and the start of one that `plait.train.launch` started."""
 
 from __future__ import annotations
 
@@ -7,16 +7,19 @@ import importlib
 import importlib.util
 import json
 import os
+import select
 import signal
 import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from plait.core.errors import ConfigError, PlaitError, RankError
 
+BROKEN_PIPE = 128 + signal.SIGPIPE
+"""Exit code of a rank whose output nobody reads any more (``plait train | head``)."""
 _PR_SET_PDEATHSIG = 1
 
 
@@ -61,6 +64,32 @@ def write_error(error: BaseException) -> int:
     return code
 
 
+def run(address: str, worker: object, args: Sequence[object]) -> tuple[int, Exception | None]:
+    """`call`, and what this process has to end with: an exit code, and the error that is to be told."""
+    try:
+        call(address, worker, args)
+        sys.stdout.flush()
+    except SystemExit as stop:
+        if isinstance(stop.code, str):
+            print(stop.code, file=sys.stderr)
+        return (stop.code if isinstance(stop.code, int) else int(stop.code is not None)) & 0xFF, None
+    except BrokenPipeError as error:
+        if not _reader_left():
+            return write_error(error), error
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return BROKEN_PIPE, None
+    except Exception as error:
+        return write_error(error), error
+    return 0, None
+
+
+def _reader_left() -> bool:
+    """Whether nobody reads standard output any more: then, and not for another pipe, a rank ends without a word."""
+    poll = select.poll()
+    poll.register(sys.stdout.fileno(), 0)  # asks for nothing: errors are told in any case
+    return bool(poll.poll(0))
+
+
 def _end_with(parent: int) -> None:
     """Let the kernel end this process when the launcher dies, whatever becomes of it (Linux)."""
     if sys.platform == "linux":
@@ -69,11 +98,12 @@ def _end_with(parent: int) -> None:
             os._exit(1)
 
 
-def main(path: str) -> int:
-    """Run the job in the file at ``path``; returns the exit code."""
+def start(path: str) -> NoReturn:
+    """Run the job in the file at ``path`` as one local rank, and end this process."""
+    # A signal ends a rank at once and without a word, also inside torch: the launcher has the message to give.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     job: dict[str, Any] = json.loads(Path(path).read_text(encoding="utf-8"))
     _end_with(job["parent"])
-    sys.path[:] = job["path"]
     # Before torch is imported, which reads them then.
     os.environ["OMP_NUM_THREADS"] = str(job["threads"])
     os.environ["GLOO_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"
@@ -82,18 +112,8 @@ def main(path: str) -> int:
 
     place = placed()
     assert place is not None, "the launcher sets RANK and WORLD_SIZE"
-    try:
-        call(job["function"], Worker(place=place, device=job["device"], timeout=job["timeout"]), job["args"])
-    except Exception as error:
-        return write_error(error)
-    return 0
-
-
-if __name__ == "__main__":
-    # A signal ends a rank at once and without a word, also inside torch: the launcher has the message to give.
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    status = main(sys.argv[1])
+    code, _ = run(job["function"], Worker(place=place, device=job["device"], timeout=job["timeout"]), job["args"])
     sys.stdout.flush()
     sys.stderr.flush()
     # Threads of a process group that is no longer whole would keep the interpreter from ending.
-    os._exit(status)
+    os._exit(code)
