@@ -6,11 +6,12 @@ import dataclasses
 import json
 import os
 import signal
+import statistics
 import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ from plait.core.config import Config, dump, load
 from plait.core.errors import ConfigError, RankError
 from plait.models.config import parameter_shapes
 from plait.telemetry.record import EVAL_KEY, METRIC_KEYS, read_metrics
-from plait.train.data import write_tokens
+from plait.train.data import TokenFile, write_tokens
 from plait.train.run import claim_folder, microbatches, open_samples, prepare
 from plait.train.trainer import train
 from tests.pool import Pool
@@ -156,6 +157,21 @@ def test_every_cut_is_the_same_run(
     same_run(tmp_path / "run", alone)
 
 
+def test_the_measured_bubble_is_near_the_predicted_one(pool: Pool, tokens: Path, tmp_path: Path) -> None:
+    """The same spans give both; what lies between them is what the prediction leaves out: messages and a busy machine.
+
+    Of two equal stages and four microbatches the bubble is 1/5.
+    """
+    sizes = ("model.hidden_size=64", "model.ffn_size=128", "data.seq=64", "train.global_batch=8", "plan.micro=2")
+    run = config(tokens, tmp_path / "run", *sizes, "plan.pp=2", "train.steps=8", "train.eval_every=0")
+    pool.run(2, jobs.train_in_pool, dump(run), 2)
+    rows = read_metrics(tmp_path / "run/metrics.jsonl")
+    measured = statistics.median([cast(float, row["bubble_rate"]) for row in rows])
+    predicted = statistics.median([cast(float, row["bubble_rate_predicted"]) for row in rows])
+    assert 0.1 < predicted < 0.5
+    assert measured == pytest.approx(predicted, abs=0.25)
+
+
 def test_bf16_stays_near(pool: Pool, tokens: Path, alone: Path, tmp_path: Path) -> None:
     """bf16 keeps 8 bits (2^-8 = 0.4%) and rounds at every layer; masters stay fp32."""
     run = config(tokens, tmp_path / "run", "plan.tp=2", "plan.precision=bf16", "plan.zero=1")
@@ -262,8 +278,11 @@ def test_text_becomes_tokens_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert len(list((tmp_path / "cache/plait").glob("book-*.bin"))) == 2
 
 
-def test_joining_torchrun(tokens: Path, alone: Path, tmp_path: Path) -> None:
-    arguments = [part for text in settings(tokens, tmp_path / "run", "plan.pp=1") for part in ("--set", text)]
+def test_joining_torchrun(tokens: Path, alone: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (tmp_path / "text.txt").write_bytes(bytes(TokenFile.open(tokens).tokens.astype("uint8")))
+    data = ("data.tokens=none", f"data.text={tmp_path}/text.txt", "plan.pp=1")
+    arguments = [part for text in settings(tokens, tmp_path / "run", *data) for part in ("--set", text)]
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     process = plait(*torchrun, "-m", "plait", "train", *arguments, cwd=tmp_path)
     output, errors = process.communicate(timeout=120)

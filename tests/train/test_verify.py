@@ -273,7 +273,7 @@ def small(tokens: Path, *sets: str) -> Config:
 
 def rank_in_pool(connect: Connect, arguments: list[Any], size: int, fault: str) -> None:
     """`verify.run_rank` on a worker of the test session, with one of plait's own lines broken."""
-    worker = SimpleNamespace(place=SimpleNamespace(world_size=size), connect=connect)
+    worker = SimpleNamespace(place=SimpleNamespace(world_size=size, local_rank=connect.rank), connect=connect)
     table, first_token, make_optimizer = rules.TABLE, apply._first_token, verify.make_optimizer
 
     def decays_all(config: Config, parallel: apply.Parallel) -> torch.optim.AdamW | None:

@@ -17,7 +17,7 @@ from plait.core.errors import ConfigError, RankError
 from plait.parallel.apply import Parallel
 from plait.telemetry.record import EVAL_KEY, Metrics, Recorder, write_trace
 from plait.train.data import Samples
-from plait.train.exchange import gather_json, write_weights
+from plait.train.exchange import make_tokens, shared_folder, write_weights
 from plait.train.launch import Worker, launch, placed
 from plait.train.measure import Meter, device_facts
 from plait.train.optimizer import learning_rate
@@ -38,7 +38,8 @@ def start(config: Config, *, as_json: bool = False) -> None:
         setup = dataclasses.replace(setup, config=config)
         if not as_json:
             Console(highlight=False).print(heading(setup), soft_wrap=True)
-        open_samples(setup)  # text becomes tokens once, and data that cannot serve is refused here
+        if place is None:
+            open_samples(setup)  # text becomes tokens once, and data that cannot serve is refused here
     launch(
         "plait.train.trainer:run_rank",
         processes=setup.world_size,
@@ -55,9 +56,11 @@ def run_rank(worker: Worker, text: str, as_json: bool) -> None:
     setup = prepare(config, world_size=worker.place.world_size)
     world = worker.connect(setup.plan.mesh(setup.world_size))
     # Ranks that another launcher started had no common way to name the folder: it is rank 0's.
-    folder = Path(str(gather_json(world, str(config.run.dir))[0]))
+    folder = shared_folder(world, config.run.dir, "run.dir")
     config = dataclasses.replace(config, run=dataclasses.replace(config.run, dir=folder))
-    train(dataclasses.replace(setup, config=config), world, as_json=as_json)
+    setup = dataclasses.replace(setup, config=config)
+    make_tokens(setup, world, worker.place.local_rank)
+    train(setup, world, as_json=as_json)
     world.close()
 
 

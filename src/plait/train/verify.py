@@ -29,7 +29,7 @@ from plait.models.config import parameter_shapes
 from plait.models.decoder import Decoder
 from plait.models.init import WeightSource, initialise
 from plait.train.compare import ROUNDOFF, Step, compare, hidden_distance
-from plait.train.exchange import gather_json, write_stretches
+from plait.train.exchange import gather_json, make_tokens, shared_folder, write_stretches
 from plait.train.launch import Place, Worker, launch, placed
 from plait.train.run import Setup, build, frozen_names, open_samples, prepare, to_device, weight_source
 from plait.train.trainer import make_optimizer, rate_of, train_step
@@ -85,8 +85,9 @@ def run(config: Config, *, steps: int = 3, as_json: bool = False) -> int:
     those of a training run: ConfigError and PlanError before anything starts, RankError when a rank fails.
     """
     setup = prepare(config)
-    open_samples(setup)  # text becomes tokens here once, not in every rank
     place = placed()
+    if place is None:
+        open_samples(setup)  # text becomes tokens once, and data that cannot serve is refused here
     reports = place is None or place.rank == 0
     if reports and not as_json:
         Console(highlight=False).print(f"[bold]{setup.plan}[/], {setup.world_size} ranks, {steps} steps ...")
@@ -127,7 +128,8 @@ def run_rank(worker: Worker, text: str, steps: int, folder: str) -> None:
     setup = prepare(config, world_size=worker.place.world_size)
     world = worker.connect(setup.plan.mesh(setup.world_size))
     # Ranks that another launcher started have each their own folder.
-    home = Path(str(gather_json(world, folder)[0]))
+    home = shared_folder(world, Path(folder), "TMPDIR")
+    make_tokens(setup, world, worker.place.local_rank)
     parallel, samples, probe = build(setup, world), open_samples(setup), Probe()
     optimizer = make_optimizer(config, parallel)
     tp, zero, names = world.at["tp"], parallel.zero, trained_shapes(setup)

@@ -1,0 +1,115 @@
+"""What ranks do together outside a step, when it takes long, fails on one, or meets another node's disk."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from plait.checkpoint.store import WeightFolder
+from plait.core.config import dump, load, loads
+from plait.core.errors import ConfigError, WeightsError
+from plait.core.mesh import Mesh
+from plait.train import data, exchange, trainer
+from plait.train.exchange import shared_folder, together
+from plait.train.launch import Worker
+from tests.pool import Connect, Pool
+
+TIMEOUT = 3.0
+"""Seconds of a step; what is slow takes one more."""
+
+
+def slow_work(connect: Connect, transport: str) -> tuple[list[object], float]:
+    world = connect(Mesh(dp=2), timeout=TIMEOUT, transport=transport)
+
+    def work() -> int:
+        time.sleep(TIMEOUT + 1 if world.rank == 1 else 0)
+        return world.rank
+
+    return together(world, work), world.book.timeout
+
+
+@pytest.mark.parametrize("transport", ["auto", "gloo"])
+def test_work_may_take_longer_than_a_step(pool: Pool, transport: str) -> None:
+    assert pool.run(2, slow_work, transport) == [([0, 1], TIMEOUT)] * 2
+
+
+def failing_work(connect: Connect) -> tuple[str, float]:
+    world = connect(Mesh(dp=2))
+
+    def work() -> None:
+        if world.rank == 1:
+            raise WeightsError("the disk is full")
+
+    with pytest.raises(WeightsError, match="the disk is full") as caught:
+        together(world, work)
+    return str(caught.value), world.book.timeout
+
+
+def test_one_ranks_trouble_is_everyones_at_once(pool: Pool) -> None:
+    assert pool.run(2, failing_work) == [("rank 1: the disk is full", 60.0), ("the disk is full", 60.0)]
+
+
+def find_folder(connect: Connect, homes: list[str]) -> str:
+    """/proc/self/cwd is one name for another folder in every rank, as a local disk is on every node."""
+    world, before = connect(Mesh(dp=2)), Path.cwd()
+    os.chdir(homes[world.rank])
+    try:
+        return str(shared_folder(world, Path("/proc/self/cwd") if world.rank == 0 else None, "run.dir"))
+    except ConfigError as error:
+        return str(error)
+    finally:
+        os.chdir(before)
+
+
+def test_a_folder_that_a_rank_does_not_see_is_refused(pool: Pool, tmp_path: Path) -> None:
+    homes = [tmp_path / "node1", tmp_path / "node2"]
+    for home in homes:
+        home.mkdir()
+    assert pool.run(2, find_folder, [str(homes[0])] * 2) == ["/proc/self/cwd"] * 2
+    for said in pool.run(2, find_folder, [str(home) for home in homes]):
+        assert "is not there for rank 1" in said
+        assert "run.dir must lie on storage that every node sees" in said
+    assert not any(any(home.iterdir()) for home in homes)
+
+
+def slow_disk(connect: Connect, text: str, cache: str) -> int:
+    """`trainer.run_rank`, with an encoding and a rank's weights that take longer than a step may."""
+    place = SimpleNamespace(world_size=2, local_rank=connect.rank)
+    worker = SimpleNamespace(place=place, connect=lambda mesh: connect(mesh, timeout=TIMEOUT))
+    encode, write, encoded = data.encode_text, exchange.write_shard, []
+
+    def slow_encode(*arguments: Any) -> Path:
+        encoded.append(1)
+        time.sleep(TIMEOUT + 1)
+        return encode(*arguments)
+
+    def slow_write(folder: Path, rank: int, pieces: Any) -> Any:
+        time.sleep(TIMEOUT + 1 if rank == 0 else 0)
+        return write(folder, rank, pieces)
+
+    before = os.environ.get("XDG_CACHE_HOME")
+    os.environ["XDG_CACHE_HOME"] = cache
+    data.encode_text, exchange.write_shard = slow_encode, slow_write
+    try:
+        trainer.run_rank(cast(Worker, worker), text, True)
+    finally:
+        data.encode_text, exchange.write_shard = encode, write
+        os.environ.pop("XDG_CACHE_HOME") if before is None else os.environ.update(XDG_CACHE_HOME=before)
+    return len(encoded)
+
+
+def test_slow_text_and_a_slow_disk_do_not_end_a_run(pool: Pool, tmp_path: Path) -> None:
+    (tmp_path / "book.txt").write_text("To be, or not to be. " * 50)
+    (tmp_path / "run").mkdir()
+    sizes = ("model.hidden_size=32", "model.num_layers=2", "model.ffn_size=48", "data.seq=16", "train.steps=1")
+    plan = ("plan.tp=1", "plan.pp=1", "plan.dp=2", "plan.zero=1", "train.global_batch=8", "train.eval_every=0")
+    config = load(None, [*sizes, *plan, f"data.text={tmp_path}/book.txt", f"run.dir={tmp_path}/run"])
+    assert loads(dump(config)) == config
+    assert pool.run(2, slow_disk, dump(config), str(tmp_path / "cache")) == [1, 0]
+    assert WeightFolder(tmp_path / "run/weights").names
+    assert not list((tmp_path / "run").glob(".probe*"))
