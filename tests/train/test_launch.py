@@ -291,7 +291,8 @@ def test_a_reader_who_leaves_ends_the_ranks_without_a_word(tmp_path: Path) -> No
 
 
 def test_files_of_the_current_folder_are_not_pythons(tmp_path: Path) -> None:
-    (tmp_path / "signal.py").write_text("raise ImportError('not mine')")
+    for name in ("json", "signal"):  # what a worker needs before and after it knows where its launcher imports from
+        (tmp_path / f"{name}.py").write_text("raise ImportError('not mine')")
     program = launching(f"'tests.train.jobs:ranks', processes=2, args=[{str(tmp_path)!r}, 'ok']")
     subprocess.run(program, env=ENV, cwd=tmp_path, check=True, timeout=90)
 
