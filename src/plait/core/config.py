@@ -144,7 +144,11 @@ class RunSection:
     dir: Path | None = key(None, "Run folder; unset: runs/ and the time.")
     processes: int | None = key(None, "Local workers; unset: as many as the plan needs.", within=POSITIVE)
     device: str = key("auto", "Where ranks compute.", choices=("auto", "cpu", "cuda"))
-    timeout: float = key(60.0, "Seconds any wait for another rank may take; text to encode and weights to write may take longer.", within=Interval(0, open_low=True))
+    timeout: float = key(
+        60.0,
+        "Seconds any wait for another rank may take; text to encode and weights to write take what they need.",
+        within=Interval(0, open_low=True),
+    )
     threads: int | None = key(None, "Threads a rank on CPU; unset: the cores shared evenly.", within=POSITIVE)
 
     def __post_init__(self) -> None:
