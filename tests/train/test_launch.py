@@ -283,6 +283,7 @@ def test_a_reader_who_leaves_ends_the_ranks_without_a_word(tmp_path: Path) -> No
     with subprocess.Popen(program, env=ENV, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as launcher:
         assert launcher.stdout is not None
         assert launcher.stdout.readline() == b"a line\n"
+        wait_for(*(tmp_path / f"{rank}.json" for rank in range(2)))
         launcher.stdout.close()
         _, errors = launcher.communicate(timeout=20)
     assert launcher.returncode == 7
@@ -308,7 +309,7 @@ def assert_gone(folder: Path) -> None:
     """No rank that left its note is still there."""
     pids = [json.loads(note.read_text())["pid"] for note in folder.glob("*.json")]
     assert len(pids) == 2
-    deadline = time.monotonic() + 3
+    deadline = time.monotonic() + 5
     while any(running(pid) for pid in pids):
         assert time.monotonic() < deadline, "a rank outlived its launcher"
         time.sleep(0.05)

@@ -173,7 +173,8 @@ def _stored_step(
 def one_process(setup: Setup, folder: Path, steps: int) -> Iterator[Step]:
     """The reference, on whole tensors: each step from the weights, and its update by the gradients, in ``folder``."""
     config = setup.config
-    place = Place(rank=0, local_rank=0, world_size=1)
+    # As many ranks on this host as the plan has here: the reference then computes on the device they chose.
+    place = placed() or Place(rank=0, local_rank=0, world_size=1, local_size=setup.world_size)
     device = Worker(place=place, device=config.run.device, timeout=config.run.timeout).torch_device()
     model = Decoder(setup.model, seed=config.train.seed)
     source: WeightSource = weight_source(setup)
