@@ -26,7 +26,7 @@ from plait.schedule.grid import grid
 from plait.schedule.ir import Kind, Schedule
 from plait.schedule.lower import lower
 from plait.schedule.simulate import Cost, simulate
-from plait.telemetry.record import METRIC_KEYS
+from plait.telemetry.record import EVAL_KEY, METRIC_KEYS
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = ("README.md", "CONTRIBUTING.md", "docs")
@@ -234,7 +234,8 @@ _METRICS = {
 def _metrics() -> str:
     if tuple(_METRICS) != METRIC_KEYS:
         raise ValueError("docs/generate.py explains other metrics than telemetry/record.py writes")
-    return _table(("key", "meaning"), [(f"`{name}`", says) for name, says in _METRICS.items()])
+    rows = [*_METRICS.items(), (EVAL_KEY, "mean loss over the held-out samples, in the lines of steps that evaluate")]
+    return _table(("key", "meaning"), [(f"`{name}`", says) for name, says in rows])
 
 
 def _library() -> str:

@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from importlib import metadata
 from pathlib import Path
 
 from plait.core.errors import PlaitError
@@ -24,6 +25,7 @@ def parser() -> argparse.ArgumentParser:
         description="Plans, runs, proves and explains the model-parallel training of transformers.",
         epilog=_EXIT_CODES,
     )
+    root.add_argument("--version", action="version", version=f"plait {metadata.version('plait')}")
     commands = root.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
     train = commands.add_parser("train", help="train a model; without a run file, a small one on Python's own sources")

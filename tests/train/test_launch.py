@@ -273,7 +273,7 @@ def test_the_terminal_gets_its_cursor_back(tmp_path: Path, end: str) -> None:
         launcher.send_signal(signal.SIGINT)
     assert launcher.wait(20) != 0
     os.close(theirs)
-    assert os.read(ours, 4096).endswith(b"\x1b[?25h")
+    assert os.read(ours, 4096).endswith(b"\x1b[?25h\r\n")
     os.close(ours)
 
 

@@ -42,7 +42,10 @@ MODEL_FIELDS: Mapping[str, tuple[type, str]] = {
     "num_kv_heads": (int, "Key and value heads; fewer than num_heads: grouped-query attention."),
     "head_dim": (int, "Width of a head."),
     "ffn_size": (int, "Width inside the feed-forward layer."),
-    "max_positions": (int, "Longest sequence of the model."),
+    "max_positions": (
+        int,
+        "Longest sequence the model is made for; learned positions end there, rotary ones may go on.",
+    ),
     "norm": (str, "rmsnorm or layernorm."),
     "norm_eps": (float, "Added to the variance in norms."),
     "activation": (str, "swiglu, gelu or gelu_tanh."),

@@ -96,7 +96,8 @@ def typed(kind: Any, value: object, where: str) -> Any:
         return dict(value)
     elif base in (int, str, bool) and type(value) is base:
         return value
-    raise ConfigError(f"{where} = {value!r}: expected {type_words(kind)}, found {type(value).__name__}")
+    found = type(value).__name__ if not isinstance(value, float) or math.isfinite(value) else "no finite number"
+    raise ConfigError(f"{where} = {value!r}: expected {type_words(kind)}, found {found}")
 
 
 def from_text(kind: Any, text: str) -> object:

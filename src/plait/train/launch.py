@@ -244,7 +244,6 @@ def _join(address: str, worker: Worker, args: Sequence[object]) -> None:
 
 def _start(payload: Mapping[str, object], processes: int) -> None:
     """Start local workers and wait for them."""
-    from rich.console import Console
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -273,12 +272,12 @@ def _start(payload: Mapping[str, object], processes: int) -> None:
             try:
                 elastic_launch(config, sys.executable)("-P", "-c", _WORKER, str(file))
             except ChildFailedError as error:
-                Console().show_cursor()  # rank 0 may have died while it drew, and taken the terminal's cursor with it
+                _leave_panel()
                 if any(failure.exitcode == BROKEN_PIPE for failure in error.failures.values()):
                     raise BrokenPipeError from None
                 raise _failure(error.failures, processes) from None
             except SignalException as error:
-                Console().show_cursor()
+                _leave_panel()
                 if interrupts:
                     raise KeyboardInterrupt from None
                 name = signal.Signals(error.sigval).name
@@ -322,6 +321,16 @@ def _quiet(prefix: str) -> Iterator[None]:
     finally:
         for log, level in before:
             log.setLevel(level)
+
+
+def _leave_panel() -> None:
+    """Rank 0 may have died while it drew: give the terminal its cursor back, and what follows a line of its own."""
+    from rich.console import Console
+
+    console = Console()
+    if console.is_terminal:
+        console.show_cursor()
+        console.print()
 
 
 def _failure(failures: Mapping[int, ProcessFailure], processes: int) -> WorkerFailed:

@@ -145,7 +145,7 @@ class Progress:
             f", median {rates[len(rates) // 2]:,.0f} tokens/s",
         )
         found = (
-            (name, "config.toml  plan.toml  metrics.jsonl  trace.json  weights/"),
+            (name, "config.toml  plan.toml  device.json  metrics.jsonl  trace.json  weights/"),
             (f"plait verify {name}/config.toml", "does this cut compute what one process computes?"),
             (f"plait convert {name} {name}/hf", "weights for Hugging Face"),
             (f"{name}/trace.json", "one step, for ui.perfetto.dev"),

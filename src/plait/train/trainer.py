@@ -18,7 +18,7 @@ from plait.parallel.apply import Parallel
 from plait.telemetry.record import EVAL_KEY, Metrics, Recorder, write_trace
 from plait.train.data import Samples
 from plait.train.exchange import make_tokens, shared_folder, write_weights
-from plait.train.launch import Worker, launch, placed
+from plait.train.launch import Place, Worker, launch, placed
 from plait.train.measure import Meter, device_facts
 from plait.train.optimizer import learning_rate
 from plait.train.progress import Progress, heading
@@ -33,6 +33,8 @@ def start(config: Config, *, as_json: bool = False) -> None:
     """
     setup = prepare(config)
     place = placed()
+    if place is None:
+        check_device(config.run.device, setup.world_size)
     if place is None or place.rank == 0:
         config = claim_folder(config)
         setup = dataclasses.replace(setup, config=config)
@@ -48,6 +50,12 @@ def start(config: Config, *, as_json: bool = False) -> None:
         timeout=config.run.timeout,
         threads=config.run.threads,
     )
+
+
+def check_device(device: str, ranks: int) -> None:
+    """ConfigError, before a process starts, where ``ranks`` local ranks cannot each have the device asked for."""
+    place = Place(rank=0, local_rank=0, world_size=ranks, local_size=ranks)
+    Worker(place=place, device=device, timeout=0.0).torch_device()
 
 
 def run_rank(worker: Worker, text: str, as_json: bool) -> None:
