@@ -213,7 +213,8 @@ def test_plans_that_work(text: str, shape: ModelShape, options: dict[str, int]) 
 )
 def test_plans_that_cannot_work(text: str, shape: ModelShape, options: dict[str, int], says: list[str]) -> None:
     message = broken(text, shape=shape, **options)
-    assert len(message.splitlines()) == 2, "one rule is broken, and only that one is reported"
+    lines = [line for line in message.splitlines() if "these pass every rule" not in line]
+    assert len(lines) == 2, "one rule is broken, and only that one is reported"
     for part in says:
         assert part in message
 
@@ -323,3 +324,29 @@ def test_heavy_ends_get_fewer_layers() -> None:
 def test_cut_refuses_what_cannot_be_filled(stages: int) -> None:
     with pytest.raises(PlanError, match=f"4 layers cannot fill {stages} stages; what works: 1 to 4"):
         cut_stages([1.0] * 4, stages)
+
+
+@pytest.mark.parametrize(
+    ("text", "world_size", "global_batch"),
+    [("tp=2 pp=2 micro=4", 6, 16), ("tp=3 pp=1", 3, 16), ("tp=2 pp=2 dp=4 micro=3", 8, 16), ("pp=8", 8, 16)],
+)
+def test_the_plans_named_last_pass_every_rule(text: str, world_size: int, global_batch: int) -> None:
+    shape = ModelShape(
+        num_layers=4, num_heads=4, num_kv_heads=2, vocab_size=256, ffn_size=352, hidden_size=128, max_positions=0
+    )
+    plan = Plan.parse(text)
+    with pytest.raises(PlanError) as caught:
+        check(plan, shape, world_size=world_size, global_batch=global_batch, seq=128)
+    last = str(caught.value).splitlines()[-1]
+    assert "pass every rule: " in last
+    for other in last.partition("pass every rule: ")[2].split("; "):
+        check(Plan.parse(other), shape, world_size=world_size, global_batch=global_batch, seq=128)
+
+
+def test_no_plan_is_named_where_none_works() -> None:
+    shape = ModelShape(
+        num_layers=4, num_heads=4, num_kv_heads=4, vocab_size=256, ffn_size=352, hidden_size=128, max_positions=0
+    )
+    with pytest.raises(PlanError) as caught:
+        check(Plan(tp=7, micro=1), shape, world_size=7, global_batch=16, seq=128)
+    assert "pass every rule" not in str(caught.value)

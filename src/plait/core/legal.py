@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable
@@ -264,10 +265,38 @@ RULES = (
 def check(plan: Plan, shape: ModelShape, *, world_size: int, global_batch: int, seq: int) -> None:
     """Raise PlanError with every rule of `RULES` that the plan breaks, one a line; return when it can work.
 
-    ``global_batch`` is in samples, ``seq`` in tokens a sample.
+    Each line's suggestion looks at its own rule; the last line names whole plans that pass all of them, where changing
+    tp, pp, dp or micro is enough. ``global_batch`` is in samples, ``seq`` in tokens a sample.
     """
     facts = Facts(plan=plan, shape=shape, world_size=world_size, global_batch=global_batch, seq=seq)
     reasons = [reason for rule in SIZE_RULES if (reason := rule.test(facts))]
-    reasons = reasons or [reason for rule in RULES if (reason := rule.test(facts))]
+    if not reasons:
+        reasons = [reason for rule in RULES if (reason := rule.test(facts))]
+        near = nearest_plans(facts) if reasons else []
+        if near:
+            reasons.append(f"on {world_size} ranks, these pass every rule: " + "; ".join(map(str, near)))
     if reasons:
         raise PlanError("\n  ".join([f"plan {str(plan) or 'of one rank'!r} cannot work:", *reasons]))
+
+
+def nearest_plans(facts: Facts, most: int = 3) -> list[Plan]:
+    """Up to ``most`` plans for these ranks and this batch that break no rule, fewest changes of tp, pp, micro first."""
+    plan, world_size = facts.plan, facts.world_size
+    found: list[tuple[int, float, Plan]] = []
+    for tp in _divisors(world_size):
+        for pp in _divisors(world_size // tp):
+            dp = world_size // (tp * pp)
+            for micro in sorted({plan.micro, *_divisors(facts.global_batch // dp)}):
+                other = dataclasses.replace(plan, tp=tp, pp=pp, dp=None if plan.dp is None else dp, micro=micro)
+                if any(rule.test(dataclasses.replace(facts, plan=other)) for rule in RULES):
+                    continue
+                pairs = [(tp, plan.tp), (pp, plan.pp), (micro, plan.micro)]
+                changed = sum(new != old for new, old in pairs)
+                distance = sum(abs(math.log(new / max(old, 1))) for new, old in pairs)
+                found.append((changed, distance, other))
+    return [other for _, _, other in sorted(found, key=lambda row: row[:2])[:most]]
+
+
+def _divisors(size: int) -> list[int]:
+    small = [n for n in range(1, math.isqrt(max(size, 0)) + 1) if size % n == 0]
+    return sorted({*small, *(size // n for n in small)})
