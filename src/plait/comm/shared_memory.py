@@ -1,6 +1,6 @@
 """Groups through memory shared by the processes of one host.
 
-gloo moves a tensor through sockets (about 1 GB/s here, a third of a millisecond for the smallest message); ranks of one
+gloo moves a tensor through sockets (docs/performance.md has it beside this file, measured); ranks of one
 host can read each other's memory. Each member of a group owns a `Ring` in one anonymous memory file. To start an
 operation a rank copies what the others need into its ring and raises its ``published`` counter; to finish, it waits
 for the others' counters and reads. So an operation overlaps with whatever is computed between start and wait, without

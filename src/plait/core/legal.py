@@ -1,4 +1,4 @@
-"""Which plans can work: one table of rules, read by `check`, by the planner and by the docs."""
+"""Which plans can work: one table of rules, read by `check` and by the docs."""
 
 from __future__ import annotations
 
@@ -259,7 +259,7 @@ RULES = (
     Rule(axis="recompute", says="modes are known, ranges lie within the layers and do not overlap", test=_recompute),
     Rule(axis="bucket_mb", says="bucket_mb is above 0", test=_bucket),
 )
-"""What makes a plan legal: `check`, the planner and the docs read this one table."""
+"""What makes a plan legal: `check` and the docs read this one table."""
 
 
 def check(plan: Plan, shape: ModelShape, *, world_size: int, global_batch: int, seq: int) -> None:
