@@ -23,7 +23,8 @@ model.tied model.dropout model.sliding_window model.window_from model.init_std d
 data.seq data.shuffle data.held_out data.separator train.steps train.global_batch train.seed train.eval_every
 train.eval_batches train.freeze train.trace_step optimizer.lr optimizer.betas optimizer.eps optimizer.weight_decay
 optimizer.clip optimizer.schedule optimizer.warmup optimizer.min_lr_ratio optimizer.decay plan.tp plan.pp plan.dp
-plan.cp plan.ep plan.micro plan.schedule plan.virtual plan.stages plan.zero plan.precision plan.recompute
+plan.cp plan.context plan.ep plan.expert_tp plan.micro plan.schedule plan.virtual plan.live plan.stages plan.zero
+plan.zero_group plan.gather plan.compress plan.node plan.precision plan.recompute
 plan.sequence_parallel plan.bucket_mb run.dir run.processes run.device run.timeout run.threads
 """
 

@@ -20,7 +20,7 @@ from plait.comm.shared_memory import SharedMemoryGroup
 from plait.comm.torch_group import TorchGroup, TorchWire
 from plait.comm.wire import SharedMemoryWire
 from plait.core.errors import ConfigError, PlanError, RankError
-from plait.core.mesh import AXES, Mesh
+from plait.core.mesh import AXES, EXPERT_AXES, Mesh
 
 SHARED_MEMORY_RANKS = 8
 """Larger groups use gloo: reading every member's data costs a rank n-1 reads, where a ring algorithm costs two."""
@@ -41,6 +41,7 @@ class World:
         self.device = device
         self.book = Book(rank=rank, timeout=timeout)
         self.at = mesh.coordinate(rank)
+        """Index of this rank along every axis, of both folds."""
         self._store = store
         self._groups: dict[tuple[str, ...], Group] = {}
         self._named = 0
@@ -98,8 +99,9 @@ class World:
         return cls(mesh, rank=rank, device=device, store=store, timeout=timeout, transport=transport)
 
     def group(self, *axes: str) -> Group:
-        """The ranks that differ from this one along ``axes`` alone. The first call for an axis set is collective."""
-        wanted = tuple(axis for axis in AXES if axis in axes)
+        """The ranks that differ from this one along ``axes``, of one fold, alone. The first call for an axis set is
+        collective."""
+        wanted = tuple(axis for axis in (*AXES, *EXPERT_AXES[1:]) if axis in axes)
         if wanted not in self._groups:
             self._groups[wanted] = self.partition("+".join(wanted), self.mesh.groups(wanted))
         return self._groups[wanted]

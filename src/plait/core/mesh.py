@@ -1,4 +1,9 @@
-"""`Mesh`: named axes and the arithmetic between ranks and coordinates. Pure: it holds no process group."""
+"""`Mesh`: named axes and the arithmetic between ranks and coordinates. Pure: it holds no process group.
+
+Two folds of the same ranks. Dense tensors lie on ``pp x dp x cp x tp``. Experts lie on ``pp x edp x ep x etp``, folded
+out of the same ``dp cp tp`` ranks of a pipeline rank: ``ep`` ranks share the experts, ``etp`` ranks share each expert,
+and ``edp`` is what is left, the copies of an expert.
+"""
 
 from __future__ import annotations
 
@@ -8,21 +13,35 @@ from dataclasses import dataclass
 
 AXES = ("pp", "dp", "cp", "tp")
 """Outermost first: neighbouring ranks differ in ``tp``, which talks most and so wants the fastest links."""
+EXPERT_AXES = ("pp", "edp", "ep", "etp")
+"""The same ranks, in the same order, as experts see them."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Mesh:
-    """``pp x dp x cp x tp`` ranks in row-major order (``tp`` fastest)."""
+    """``pp x dp x cp x tp`` ranks in row-major order (``tp`` fastest); ``ep`` and ``etp`` fold experts out of them."""
 
     pp: int = 1
     dp: int = 1
     cp: int = 1
     tp: int = 1
+    ep: int = 1
+    etp: int = 1
+
+    def __post_init__(self) -> None:
+        if self.dp * self.cp * self.tp % (self.ep * self.etp):
+            raise ValueError(f"ep={self.ep} x etp={self.etp} does not fold out of {self.dp * self.cp * self.tp} ranks")
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Axis name -> number of ranks along it."""
+        """Axis name -> number of ranks along it, for dense tensors."""
         return {"pp": self.pp, "dp": self.dp, "cp": self.cp, "tp": self.tp}
+
+    @property
+    def expert_sizes(self) -> dict[str, int]:
+        """Axis name -> number of ranks along it, for experts."""
+        copies = self.dp * self.cp * self.tp // (self.ep * self.etp)
+        return {"pp": self.pp, "edp": copies, "ep": self.ep, "etp": self.etp}
 
     @property
     def world_size(self) -> int:
@@ -30,29 +49,37 @@ class Mesh:
         return self.pp * self.dp * self.cp * self.tp
 
     def coordinate(self, rank: int) -> dict[str, int]:
-        """Axis name -> index of ``rank`` along it."""
+        """Axis name -> index of ``rank`` along it, for the axes of both folds."""
         if not 0 <= rank < self.world_size:
             raise IndexError(f"rank {rank} is not in a mesh of {self.world_size}")
         found: dict[str, int] = {}
-        for axis in reversed(AXES):
-            rank, found[axis] = divmod(rank, self.sizes[axis])
-        return {axis: found[axis] for axis in AXES}
+        for axes, sizes in ((AXES, self.sizes), (EXPERT_AXES, self.expert_sizes)):
+            left = rank
+            for axis in reversed(axes):
+                left, found[axis] = divmod(left, sizes[axis])
+        return {axis: found[axis] for axis in (*AXES, *EXPERT_AXES[1:])}
 
     def rank(self, coordinate: Mapping[str, int]) -> int:
-        """Inverse of `coordinate`; axes left out are 0."""
+        """The rank at ``coordinate``, given on the axes of one fold; axes left out are 0."""
+        expert = any(axis in coordinate for axis in EXPERT_AXES[1:])
+        axes, sizes = (EXPERT_AXES, self.expert_sizes) if expert else (AXES, self.sizes)
         rank = 0
-        for axis in AXES:
+        for axis in axes:
             index = coordinate.get(axis, 0)
-            if not 0 <= index < self.sizes[axis]:
-                raise IndexError(f"{axis}={index} is not on an axis of {self.sizes[axis]}")
-            rank = rank * self.sizes[axis] + index
+            if not 0 <= index < sizes[axis]:
+                raise IndexError(f"{axis}={index} is not on an axis of {sizes[axis]}")
+            rank = rank * sizes[axis] + index
         return rank
 
     def group(self, rank: int, axes: Sequence[str]) -> tuple[int, ...]:
-        """The ranks that differ from ``rank`` along ``axes`` alone, ``rank`` among them, in order."""
-        here = self.coordinate(rank)
-        wanted = [axis for axis in AXES if axis in axes]
-        spans = [range(self.sizes[axis]) for axis in wanted]
+        """The ranks that differ from ``rank`` along ``axes`` (of one fold) alone, ``rank`` among them, in order."""
+        expert = any(axis in axes for axis in EXPERT_AXES[1:])
+        fold, sizes = (EXPERT_AXES, self.expert_sizes) if expert else (AXES, self.sizes)
+        if any(axis not in fold for axis in axes):
+            raise ValueError(f"axes {list(axes)} are of two folds: {list(AXES)} or {list(EXPERT_AXES)}")
+        here = {axis: index for axis, index in self.coordinate(rank).items() if axis in fold}
+        wanted = [axis for axis in fold if axis in axes]
+        spans = [range(sizes[axis]) for axis in wanted]
         return tuple(
             self.rank({**here, **dict(zip(wanted, index, strict=True))}) for index in itertools.product(*spans)
         )

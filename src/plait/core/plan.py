@@ -26,14 +26,25 @@ class Plan:
     tp: int = key(1, "Ranks that share each layer (tensor parallel).")
     pp: int = key(1, "Ranks that share the depth of the model (pipeline parallel).")
     dp: int | None = key(None, "Copies of the model, each on its share of the batch; unset: world size / (tp pp cp).")
-    cp: int = key(1, "Ranks that share each sequence (context parallel); 1 in this version.")
-    ep: int = key(1, "Ranks that share the experts (expert parallel); 1 in this version.")
+    cp: int = key(1, "Ranks that share each sequence (context parallel).")
+    context: str = key("ring", "How attention crosses cp: ring, ulysses (heads for tokens), or gather (all keys).")
+    ep: int = key(1, "Ranks that share the experts (expert parallel), folded out of dp cp tp.")
+    expert_tp: int | None = key(None, "Ranks that share each expert; unset: tp while ep is 1, else 1.")
     micro: int = key(1, "Samples in a microbatch.")
-    schedule: str = key("1f1b", "Pipeline schedule: gpipe, 1f1b, interleaved, or a .txt/.schedule file of actions.")
-    virtual: int = key(1, "Virtual stages a rank (interleaved, or a schedule file).")
+    schedule: str = key(
+        "1f1b",
+        "Pipeline schedule: gpipe, 1f1b, interleaved, zb-h1, zb-h2, zb-v, dualpipe-v, auto (searched for measured "
+        "costs), 2bw (no flush, gradients one step late), or a .txt/.schedule file of actions.",
+    )
+    virtual: int = key(1, "Virtual stages a rank (2 for zb-v and dualpipe-v, 1 or 2 for auto).")
+    live: int | None = key(None, "schedule=auto: most microbatch-stages a rank may hold; unset: as many as 1f1b.")
     stages: tuple[int, ...] | None = key(None, "Layers of each virtual stage, in order; unset: cut by cost.")
-    zero: int = key(0, "ZeRO stage: 0, or 1 to share the optimizer state over dp.")
-    precision: str = key("fp32", "fp32, or bf16 with fp32 master weights and gradients.")
+    zero: int = key(0, "ZeRO stage: what dp and cp ranks share: 1 optimizer state, 2 gradients too, 3 weights too.")
+    zero_group: int | None = key(None, "Neighbouring data ranks that share state, copied across; unset: all of them.")
+    gather: str = key("use", "zero=3: gather weights for each use, or once a step.")
+    compress: str = key("none", "Gradients on the data axes' wire: none, half, topk:SHARE or powersgd:RANK.")
+    node: int | None = key(None, "Neighbouring data ranks that reduce among themselves first; unset: all at once.")
+    precision: str = key("fp32", "fp32, bf16, fp16 or fp8 (linear layers); master weights and gradients are fp32.")
     recompute: str = key("none", 'none, full, selective (attention core), or by layer: "full:0-3 selective:4-7".')
     sequence_parallel: bool | None = key(None, "Cut activations between tp regions along tokens; unset: when tp > 1.")
     bucket_mb: float = key(25.0, "MB of gradients that are reduced together.")
@@ -103,13 +114,21 @@ class Plan:
                 return mode
         return "none"
 
+    @property
+    def etp(self) -> int:
+        """Ranks that share each expert."""
+        if self.expert_tp is not None:
+            return self.expert_tp
+        return self.tp if self.ep == 1 else 1
+
     def mesh(self, world_size: int) -> Mesh:
         """The mesh of ``world_size`` ranks, ``dp`` filled in; PlanError names the axis when they do not fit."""
-        reason = sizes_reason(self, ("tp", "pp", "dp", "cp")) or world_reason(self, world_size)
+        sizes = ("tp", "pp", "dp", "cp", "ep", "expert_tp")
+        reason = sizes_reason(self, sizes) or world_reason(self, world_size) or fold_reason(self, world_size)
         if reason:
             raise PlanError(f"plan {str(self)!r}: {reason}")
         rest = self.tp * self.pp * self.cp
-        return Mesh(pp=self.pp, dp=world_size // rest, cp=self.cp, tp=self.tp)
+        return Mesh(pp=self.pp, dp=world_size // rest, cp=self.cp, tp=self.tp, ep=self.ep, etp=self.etp)
 
     def resolve(self, world_size: int) -> Plan:
         """This plan with ``dp`` filled in for ``world_size`` ranks."""
@@ -179,6 +198,19 @@ def world_reason(plan: Plan, world_size: int) -> str | None:
     if plan.dp is None:
         return f"world size {world_size} is not a multiple of {copy}, so no dp fits; {works}"
     return f"dp={plan.dp} with {copy} needs {plan.dp * rest} ranks, the world size is {world_size}; {works}"
+
+
+def fold_reason(plan: Plan, world_size: int) -> str | None:
+    """Why ``ep`` and ``expert_tp`` do not fold out of the ranks of a pipeline stage."""
+    ranks = world_size // plan.pp
+    if ranks % (plan.ep * plan.etp) == 0:
+        return None
+    eps = nearest(plan.ep, lambda n: ranks % (n * plan.etp) == 0, high=ranks)
+    etps = nearest(plan.etp, lambda n: ranks % (n * plan.ep) == 0, high=ranks)
+    return (
+        f"ep={plan.ep} with expert_tp={plan.etp} needs a multiple of {plan.ep * plan.etp} ranks a pipeline rank, "
+        f"dp x cp x tp is {ranks}; " + working(either("ep", eps), either("expert_tp", etps))
+    )
 
 
 def cut_stages(costs: Sequence[float], stages: int, first: float = 0.0, last: float = 0.0) -> tuple[int, ...]:

@@ -45,11 +45,16 @@ class Section:
 
 @dataclass(frozen=True, kw_only=True)
 class Cut:
-    """``dim`` lies on mesh ``axis``, section by section."""
+    """``dim`` lies on mesh ``axis``, section by section.
+
+    ``order``: the index that stands at each place of the dim when it is cut (None: its own), for experts that were
+    moved; the dim is then one section.
+    """
 
     axis: str
     dim: int
     sections: tuple[Section, ...]
+    order: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,6 +94,8 @@ class ShardSpec:
     shape: tuple[int, ...]
     cuts: tuple[Cut, ...] = ()
     partial: frozenset[str] = frozenset()
+    expert: bool = False
+    """Whether it lies on the experts' fold of the ranks (``edp ep etp``) instead of the dense one (``dp cp tp``)."""
 
     def __post_init__(self) -> None:
         for cut in self.cuts:
@@ -99,6 +106,11 @@ class ShardSpec:
             self.cuts
         ):
             raise ValueError("a dim and an axis may appear in one cut only")
+        for cut in self.cuts:
+            if cut.order is not None and (
+                len(cut.sections) > 1 or sorted(cut.order) != list(range(self.shape[cut.dim]))
+            ):
+                raise ValueError(f"the order of dim {cut.dim} is no permutation of its {self.shape[cut.dim]} indices")
 
     def pieces(self, sizes: Mapping[str, int], at: Mapping[str, int]) -> tuple[Piece, ...]:
         """The blocks held at coordinate ``at`` of axes with ``sizes``, in the order of the local tensor."""
@@ -157,6 +169,8 @@ def _runs(cut: Cut, ranks: int, index: int) -> list[_Run]:
     """The index ranges of one dim that rank ``index`` of ``ranks`` holds: one a section, empty ones left out."""
     runs: list[_Run] = []
     begin = local = 0
+    if cut.order is not None:
+        return _ordered_runs(cut.order, split(cut.sections[0].size, ranks, index))
     for section in cut.sections:
         parts = ranks if section.parts is None else section.parts
         if ranks % parts:
@@ -171,3 +185,14 @@ def _runs(cut: Cut, ranks: int, index: int) -> list[_Run]:
         local += stop - start
         begin += section.size
     return runs
+
+
+def _ordered_runs(order: tuple[int, ...], places: tuple[int, int]) -> list[_Run]:
+    """The runs of neighbouring indices that stand at ``places`` of ``order``."""
+    runs: list[_Run] = []
+    for local, index in enumerate(order[slice(*places)]):
+        if runs and runs[-1].stop == index:
+            runs[-1] = _Run(runs[-1].start, index + 1, runs[-1].local, None)
+        else:
+            runs.append(_Run(index, index + 1, local, None))
+    return runs or [_Run(0, 0, 0, None)]

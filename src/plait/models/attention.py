@@ -41,7 +41,7 @@ def rope_tables(config: ModelConfig, batch: Batch) -> Rope | None:
     if config.rope_scaling is not None:
         frequencies = _scale_frequencies(frequencies, config.rope_scaling)
     if batch.positions_BT is None:
-        positions = torch.arange(batch.tokens_BT.shape[1], device=device)[None]
+        positions = batch.indices_T()[None]
     else:
         positions = batch.positions_BT
     angles = (positions[..., None].float() * frequencies)[:, None]

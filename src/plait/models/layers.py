@@ -181,8 +181,7 @@ class Dropout(nn.Module):
         some of the rows overrides this.
         """
         samples, seq = batch.tokens_BT.shape
-        index = torch.arange(seq, device=batch.tokens_BT.device).repeat(samples)
-        return batch.sample_B.repeat_interleave(seq), index
+        return batch.sample_B.repeat_interleave(seq), batch.indices_T().repeat(samples)
 
     def keep(self, batch: Batch, features: int) -> Tensor:
         """bool [N, features]: what survives."""

@@ -173,14 +173,17 @@ class Executor:
 
     def _compute(self, action: Action, step: _Step, homes: tuple[int, ...], *, split: bool) -> None:
         stage = self._stages[action.stage]
+        if action.kind is not Kind.F:
+            step.left[stage.index] -= 1
+        last = action.kind is not Kind.F and step.left[stage.index] == 0
+        self._zero.begin(stage.index, action.kind, last=last, split=split)
+        self._run(stage, action, step, homes, split=split)
+        self._zero.end(stage.index, action.kind)
+
+    def _run(self, stage: Stage, action: Action, step: _Step, homes: tuple[int, ...], *, split: bool) -> None:
         if action.kind is Kind.F:
             self._forward(stage, action.microbatch, step, homes)
-            return
-        step.left[stage.index] -= 1
-        if action.kind is Kind.B:
-            # A split backward's weight gradients come in any order after its Bs: those wait for REDUCE.
-            if step.left[stage.index] == 0 and not split:
-                self._zero.arm(stage.index)
+        elif action.kind is Kind.B:
             stage.deferred.on = split
             self._backward(stage, action.microbatch, step, homes)
             stage.deferred.on = False

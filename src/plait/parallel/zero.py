@@ -26,6 +26,7 @@ from plait.comm.world import World
 from plait.parallel.flat import ALIGN, Bucket, Held, attach, bucket_groups, counted_ranges, decays, overlap, square_sum
 from plait.parallel.grads import Slot
 from plait.parallel.rules import DATA_AXES
+from plait.schedule.ir import Kind
 
 
 @final
@@ -155,7 +156,16 @@ class Zero:
             for slot in bucket.slots:
                 slot.restart()
 
-    def arm(self, stage: int) -> None:
+    def begin(self, stage: int, kind: Kind, *, last: bool, split: bool) -> None:
+        """An F, B or W of ``stage`` begins; ``last``: no other B or W of the stage comes in this step."""
+        # A split backward's weight gradients come in any order after its Bs: those wait for REDUCE.
+        if kind is Kind.B and last and not split:
+            self._arm(stage)
+
+    def end(self, stage: int, kind: Kind) -> None:
+        """The F, B or W has ended."""
+
+    def _arm(self, stage: int) -> None:
         """The last microbatch's backward of ``stage`` begins: buckets are reduced as they become complete."""
         for bucket in self._by_stage.get(stage, ()):
             bucket.waiting = len(bucket.slots)
