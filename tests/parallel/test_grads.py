@@ -43,6 +43,28 @@ def test_products_and_rows_add_up() -> None:
     torch.testing.assert_close(one.grad, wanted)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_slices_add_up_and_those_without_rows_are_zero(dtype: torch.dtype) -> None:
+    """Expert 1 gets rows in the second microbatch only, expert 2 never; one contribution each time."""
+    one, ready, deferred = slot(4, 3, 2)
+    one.restart()
+    one.arm()
+    outer, inner = torch.randn(5, 3).to(dtype), torch.randn(5, 2).to(dtype)
+    one.add_slices([(3, outer, inner), (0, outer[:2], inner[:2])])
+    assert ready.calls == 1
+    one.restart()
+    one.add_slices([(3, outer, inner), (0, outer[:0], inner[:0])])
+    deferred.on = True
+    one.add_slices([(1, outer[2:], inner[2:]), (3, outer, inner), (3, outer, inner)])
+    deferred.on = False
+    assert not one.grad[1].any()
+    for work in deferred.take():
+        work()
+    product = (outer.t() @ inner).float()
+    wanted = torch.stack([torch.zeros(3, 2), (outer[2:].t() @ inner[2:]).float(), torch.zeros(3, 2), 3 * product])
+    torch.testing.assert_close(one.grad, wanted)
+
+
 def test_rows_into_an_empty_slot_leave_the_others_zero() -> None:
     one, _, _ = slot(3, 2)
     one.restart()

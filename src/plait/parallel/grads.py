@@ -7,7 +7,7 @@ schedules that split the backward (zero bubble, Qi et al. 2023, arXiv:2401.10241
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import final
 
 import torch
@@ -72,6 +72,30 @@ class Slot:
             torch.mm(outer_NO.t(), inner_NI, out=self.grad)
         else:
             self.grad.addmm_(outer_NO.t(), inner_NI)
+        self._came()
+
+    def add_slices(self, parts: Sequence[tuple[int, Tensor, Tensor]]) -> None:
+        """For each (index, outer [n, O], inner [n, I]) add ``outer^T @ inner`` to slice ``index`` of the gradient
+        [E, O, I]: those of experts, of which some may have seen no row. One contribution altogether."""
+        if self._deferred.on:
+            self._deferred.add(lambda: self._add_slices(parts))
+        else:
+            self._add_slices(parts)
+
+    def _add_slices(self, parts: Sequence[tuple[int, Tensor, Tensor]]) -> None:
+        fresh = set(range(self.grad.shape[0])) if self._empty else set()
+        for index, outer_NO, inner_NI in parts:
+            into = self.grad[index]
+            if outer_NO.dtype != into.dtype:
+                product = outer_NO.t() @ inner_NI
+                _ = into.copy_(product) if index in fresh else into.add_(product)
+            elif index in fresh:
+                torch.mm(outer_NO.t(), inner_NI, out=into)
+            else:
+                into.addmm_(outer_NO.t(), inner_NI)
+            fresh.discard(index)
+        for index in fresh:
+            self.grad[index].zero_()
         self._came()
 
     def add(self, grad: Tensor) -> None:
