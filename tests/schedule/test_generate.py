@@ -7,9 +7,18 @@ import pytest
 from plait.core.errors import ScheduleError
 from plait.core.events import bubble
 from plait.schedule.check import check
-from plait.schedule.generate import NAMES, forward_only, generate, gpipe, interleaved, one_f_one_b
+from plait.schedule.generate import (
+    NAMES,
+    forward_only,
+    forward_only_v,
+    generate,
+    gpipe,
+    interleaved,
+    one_f_one_b,
+)
 from plait.schedule.ir import Kind, Schedule
 from plait.schedule.lower import lower
+from plait.schedule.placement import V_SHAPED, looped, placement_of, v_shaped
 from plait.schedule.simulate import Cost, simulate
 
 RANKS = range(1, 9)
@@ -104,9 +113,31 @@ def test_first_backward_waits_for_the_whole_pipeline() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_generate_by_name(name: str) -> None:
-    schedule = generate(name, ranks=2, microbatches=3)
+    virtual = 2 if name in V_SHAPED else 1
+    schedule = generate(name, ranks=2, microbatches=3, virtual=virtual)
     assert schedule.name == name
-    assert schedule.placement == (0, 1)
+    assert schedule.placement == placement_of(name, 2, virtual) == ((0, 1, 1, 0) if virtual == 2 else (0, 1))
+
+
+def test_placements() -> None:
+    assert looped(3, 2) == (0, 1, 2, 0, 1, 2)
+    assert v_shaped(3) == (0, 1, 2, 2, 1, 0)
+    assert placement_of("interleaved", 2, 2) == (0, 1, 0, 1)
+    assert placement_of("auto", 2, 2) == (0, 1, 1, 0)
+    assert placement_of("auto", 2, 1) == placement_of("2bw", 2) == (0, 1)
+    for name in V_SHAPED:
+        with pytest.raises(ScheduleError, match="virtual=1 does not fit; virtual=2 does"):
+            placement_of(name, 4, 1)
+
+
+@pytest.mark.parametrize("p", RANKS)
+def test_forward_only_along_a_v_passes_in_the_least_time(p: int) -> None:
+    for m in (1, 2, 3, 5, 8, 13, 24):
+        schedule = forward_only_v(p, m)
+        assert schedule.placement == v_shaped(p)
+        assert check(lower(schedule), forward_only=True).live == (0,) * p
+        events = simulate(schedule, [Cost(forward=1, backward=1)] * schedule.stages)
+        assert max(event.end for event in events) == 2 * m + 2 * (p - 1)
 
 
 def test_generate_refuses() -> None:
@@ -114,7 +145,7 @@ def test_generate_refuses() -> None:
         generate("1f1", ranks=2, microbatches=2)
     with pytest.raises(ScheduleError, match="the nearest is 'interleaved'"):
         generate("Interleave", ranks=2, microbatches=2)
-    for name in ("gpipe", "1f1b"):
+    for name in ("gpipe", "1f1b", "zb-h1", "zb-h2"):
         with pytest.raises(ScheduleError, match="virtual=2 does not fit"):
             generate(name, ranks=2, microbatches=2, virtual=2)
     for sizes in ({"ranks": 0}, {"microbatches": 0}, {"virtual": 0}):

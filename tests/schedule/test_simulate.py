@@ -11,6 +11,7 @@ from plait.core.events import COMM, COMPUTE, Event, bubble
 from plait.schedule.generate import NAMES, forward_only, generate, gpipe, interleaved, one_f_one_b
 from plait.schedule.ir import Schedule
 from plait.schedule.lower import lower
+from plait.schedule.placement import V_SHAPED
 from plait.schedule.simulate import Cost, simulate
 
 UNIT = Cost(forward=1, backward=1, weight=1)
@@ -54,7 +55,7 @@ def test_stages_on_one_rank_hand_over_for_nothing() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_lowering_changes_no_time(name: str) -> None:
-    schedule = generate(name, ranks=4, microbatches=6, virtual=2 if name == "interleaved" else 1)
+    schedule = generate(name, ranks=4, microbatches=6, virtual=2 if name in ("interleaved", *V_SHAPED) else 1)
     costs = [Cost(forward=2 + stage % 3, backward=3, weight=stage % 2) for stage in range(schedule.stages)]
     events = simulate(lower(schedule), costs, transfer=1)
     reduces = [event for event in events if event.kind == "REDUCE"]

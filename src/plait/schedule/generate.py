@@ -1,6 +1,7 @@
 """Schedules by name: pure functions of the number of ranks, microbatches and virtual stages a rank.
 
-They emit compute only (`plait.schedule.lower` adds communication), and place stage s on rank ``s % ranks``.
+They emit compute only (`plait.schedule.lower` adds communication). `plait.schedule.placement` says which rank holds
+which stage.
 """
 
 from __future__ import annotations
@@ -10,25 +11,32 @@ import itertools
 import math
 
 from plait.core.errors import ScheduleError
+from plait.schedule.dualpipe import dualpipe_v
 from plait.schedule.ir import Action, Kind, Schedule
+from plait.schedule.placement import V_SHAPED, placement_of, require
+from plait.schedule.zero_bubble import zb_h1, zb_h2, zb_v
 
-NAMES = ("gpipe", "1f1b", "interleaved")
+NAMES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v", "dualpipe-v")
 """What `generate` knows."""
 
 
 def generate(name: str, *, ranks: int, microbatches: int, virtual: int = 1) -> Schedule:
     """The training schedule ``name`` with ``virtual`` stages a rank. Raises `ScheduleError` where there is none."""
-    if name == "interleaved":
-        return interleaved(ranks, microbatches, virtual)
     if name not in NAMES:
         nearest = difflib.get_close_matches(name, NAMES, n=1, cutoff=0.0)[0]
         raise ScheduleError(f"schedule={name!r} is unknown; the nearest is {nearest!r}, all are {', '.join(NAMES)}")
+    if name == "interleaved":
+        return interleaved(ranks, microbatches, virtual)
+    if name in V_SHAPED:
+        placement_of(name, ranks, virtual)  # refuses what is no V
+        return zb_v(ranks, microbatches) if name == "zb-v" else dualpipe_v(ranks, microbatches)
     if virtual != 1:
         raise ScheduleError(
             f"schedule={name} has one stage a rank, so virtual={virtual} does not fit; "
             "virtual=1 does, or schedule=interleaved"
         )
-    return gpipe(ranks, microbatches) if name == "gpipe" else one_f_one_b(ranks, microbatches)
+    plain = {"gpipe": gpipe, "1f1b": one_f_one_b, "zb-h1": zb_h1, "zb-h2": zb_h2}
+    return plain[name](ranks, microbatches)
 
 
 def gpipe(ranks: int, microbatches: int) -> Schedule:
@@ -36,7 +44,7 @@ def gpipe(ranks: int, microbatches: int) -> Schedule:
 
     Bubble (p-1)/m of the ideal time; all m microbatches are live.
     """
-    _require(ranks=ranks, microbatches=microbatches)
+    require(ranks=ranks, microbatches=microbatches)
     order = range(microbatches)
     rows = [[Action(kind, rank, m) for kind in (Kind.F, Kind.B) for m in order] for rank in range(ranks)]
     return _schedule("gpipe", ranks, microbatches, rows)
@@ -47,7 +55,7 @@ def one_f_one_b(ranks: int, microbatches: int) -> Schedule:
 
     Bubble (p-1)/m as GPipe's, but stage i holds min(m, p-i) live microbatches at most.
     """
-    _require(ranks=ranks, microbatches=microbatches)
+    require(ranks=ranks, microbatches=microbatches)
     rows = []
     for rank in range(ranks):
         forwards = [Action(Kind.F, rank, m) for m in range(microbatches)]
@@ -63,7 +71,7 @@ def interleaved(ranks: int, microbatches: int, virtual: int) -> Schedule:
     min(v m, 2(p-1-r) + (v-1) g + 1) live microbatch-stages, g the size of the largest group of microbatches
     (`_groups`). ``virtual=1`` is plain 1F1B.
     """
-    _require(ranks=ranks, microbatches=microbatches, virtual=virtual)
+    require(ranks=ranks, microbatches=microbatches, virtual=virtual)
     groups = _groups(ranks, microbatches)
     rows = []
     for rank in range(ranks):
@@ -81,13 +89,28 @@ def interleaved(ranks: int, microbatches: int, virtual: int) -> Schedule:
 
 def forward_only(ranks: int, microbatches: int, virtual: int = 1) -> Schedule:
     """Forwards alone, for evaluation, in the order of `interleaved`."""
-    _require(ranks=ranks, microbatches=microbatches, virtual=virtual)
+    require(ranks=ranks, microbatches=microbatches, virtual=virtual)
     groups = _groups(ranks, microbatches)
     rows = [
         [Action(Kind.F, stage, m) for group in groups for stage in range(rank, ranks * virtual, ranks) for m in group]
         for rank in range(ranks)
     ]
     return _schedule("forward", ranks * virtual, microbatches, rows)
+
+
+def forward_only_v(ranks: int, microbatches: int) -> Schedule:
+    """Forwards alone over two stages a rank along a V, in the time of 2m + 2(p-1) forwards of a stage.
+
+    No order is faster: the last rank begins p-1 forwards late, has 2m, and what it ends with has p-1 more to go.
+    """
+    require(ranks=ranks, microbatches=microbatches)
+    rows = []
+    for rank in range(ranks):
+        down = [Action(Kind.F, rank, m) for m in range(microbatches)]
+        up = [Action(Kind.F, 2 * ranks - 1 - rank, m) for m in range(microbatches)]
+        # The first microbatch is back up after twice the distance to the last rank.
+        rows.append(_one_for_one(down, up, warmup=2 * (ranks - 1 - rank)))
+    return _schedule("forward", 2 * ranks, microbatches, rows)
 
 
 def _one_for_one(forwards: list[Action], backwards: list[Action], warmup: int) -> list[Action]:
@@ -110,12 +133,6 @@ def _groups(ranks: int, microbatches: int) -> list[range]:
     count = max(1, microbatches // ranks)
     bounds = [math.ceil(index * microbatches / count) for index in range(count + 1)]
     return [range(start, stop) for start, stop in itertools.pairwise(bounds)]
-
-
-def _require(**sizes: int) -> None:
-    for name, value in sizes.items():
-        if value < 1:
-            raise ScheduleError(f"{name}={value} makes no schedule; at least 1 is needed")
 
 
 def _schedule(name: str, stages: int, microbatches: int, rows: list[list[Action]]) -> Schedule:
