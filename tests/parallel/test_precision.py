@@ -15,6 +15,9 @@ from typing import Any
 import pytest
 import torch
 
+from plait.core.mesh import Mesh
+from plait.parallel import product
+from plait.parallel.precision import FIRST_SCALE, GROWTH_STEPS, LossScale, fp8_fits, fp8_reason
 from tests.parallel.cuts import (
     Run,
     adamw,
@@ -103,3 +106,119 @@ def test_bytes_of_training_state(pool: Pool) -> None:
     assert bytes_each("precision=bf16", 1) == pytest.approx({"weights": 2, "gradients": 4, "optimizer": 12}, **near)
     assert bytes_each("dp=2 zero=1", 2) == pytest.approx({"weights": 4, "gradients": 4, "optimizer": 4}, **near)
     assert math.isclose(bytes_each("precision=bf16 dp=2 zero=1", 2)["optimizer"], 6, rel_tol=0.02)
+
+
+# --- fp16's loss scale
+
+
+def test_the_scale_halves_on_overflow_and_doubles_after_good_steps() -> None:
+    scale = LossScale()
+    assert scale.value == FIRST_SCALE
+    assert not scale.update(False)
+    assert not scale.update(False)
+    assert scale.value == FIRST_SCALE / 4
+    assert all(scale.update(True) for _ in range(GROWTH_STEPS - 1))
+    assert scale.value == FIRST_SCALE / 4
+    assert scale.update(True)
+    assert scale.value == FIRST_SCALE / 2
+    assert all(scale.update(True) for _ in range(GROWTH_STEPS - 1))
+    assert not scale.update(False), "an overflow begins the count anew"
+    assert all(scale.update(True) for _ in range(GROWTH_STEPS - 1))
+    assert scale.value == FIRST_SCALE / 4
+
+
+def test_the_scale_goes_on_from_a_checkpoint() -> None:
+    scale = LossScale(value=8.0, good=GROWTH_STEPS - 1)
+    assert scale.update(True)
+    assert scale == LossScale(value=16.0, good=0)
+
+
+def test_the_scale_stops_at_its_least() -> None:
+    scale = LossScale(value=2.0)
+    assert not scale.least
+    for _ in range(3):
+        assert not scale.update(False)
+    assert scale.least
+    assert scale.value == 1.0
+
+
+def run_overflow(connect: Connect) -> list[tuple[bool, float]]:
+    """Rank 1 alone overflows, in step 1 of 3; the norm is shared."""
+    world, scale, found = connect(Mesh(dp=2)), LossScale(), []
+    for step in range(3):
+        mine = torch.tensor(math.inf if step == 1 and world.rank == 1 else 1.0)
+        square = world.group("dp", "cp").all_reduce(mine).wait()
+        found.append((scale.update(bool(square.isfinite())), scale.value))
+    return found
+
+
+def test_all_ranks_skip_when_one_overflows(pool: Pool) -> None:
+    """Case P29."""
+    wanted = [(True, FIRST_SCALE), (False, FIRST_SCALE / 2), (True, FIRST_SCALE / 2)]
+    assert pool.run(2, run_overflow) == [wanted, wanted]
+
+
+# --- fp8
+
+
+def rounded(x: torch.Tensor) -> torch.Tensor:
+    copy, scale = product.quantised(x)
+    return copy.float() * scale
+
+
+@pytest.mark.parametrize(("rows", "inputs", "outputs"), [(5, 64, 48), (0, 16, 16), (33, 32, 96)])
+def test_fp8_products_are_those_of_the_rounded_factors(rows: int, inputs: int, outputs: int) -> None:
+    torch.manual_seed(0)
+    x, weight, bias = torch.randn(rows, inputs), torch.randn(outputs, inputs), torch.randn(outputs)
+    grad = torch.randn(rows, outputs)
+    near = {"rtol": 1e-6, "atol": 1e-5}  # orders of sums
+    out = product.forward(x, weight, bias, fp8=True)
+    torch.testing.assert_close(out, rounded(x) @ rounded(weight).t() + bias, **near)
+    back = product.input_gradient(grad, weight, fp8=True)
+    torch.testing.assert_close(back, rounded(grad) @ rounded(weight.t().contiguous()).t(), **near)
+    assert product.forward(x.bfloat16(), weight.bfloat16(), fp8=True).dtype == torch.bfloat16
+    if rows:
+        # e4m3 keeps 3 bits of fraction: 2^-4 at most and about half of that on average, twice, independently.
+        error = (out - product.forward(x, weight, bias)).norm() / out.norm()
+        assert 0.01 < error < 0.05
+
+
+def test_fp8_rounds_rows_of_any_size_alike() -> None:
+    torch.manual_seed(1)
+    row = torch.randn(1, 64)
+    sizes = torch.tensor([[1.0], [2.0**-60], [2.0**60], [0.0]])
+    assert torch.equal(rounded(row * sizes), rounded(row) * sizes)
+    for bad in (math.inf, math.nan):
+        row[0, 3] = bad
+        assert product.forward(row, torch.randn(16, 64), fp8=True).isnan().all(), "an overflow must be seen"
+
+
+def test_fp8_does_not_depend_on_other_rows_or_cuts() -> None:
+    """A token's outputs are the same in every microbatch, and the same columns on every tp rank."""
+    torch.manual_seed(2)
+    x, weight = torch.randn(8, 64) * torch.logspace(-3, 3, 8)[:, None], torch.randn(64, 64)
+    whole = product.forward(x, weight, fp8=True)
+    torch.testing.assert_close(product.forward(x[2:4], weight, fp8=True), whole[2:4], rtol=1e-6, atol=0)
+    torch.testing.assert_close(product.forward(x, weight[16:32], fp8=True), whole[:, 16:32], rtol=1e-5, atol=1e-6)
+
+
+def test_fp8_weights_are_the_same_forward_and_backward() -> None:
+    """But for numbers that are small in their row or column: those are rounded to what is left of its range."""
+    torch.manual_seed(3)
+    weight = torch.randn(64, 64)
+    weight[weight.abs() < 0.1] = 0.1
+    assert torch.equal(rounded(weight), rounded(weight.t().contiguous()).t())
+
+
+def test_devices_without_fp8_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    reason = fp8_reason(torch.device("cpu"))
+    assert reason == ("precision=fp8: a cpu has no fp8 matrix units; what works: precision=bf16, or precision=fp32")
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    reason = fp8_reason(torch.device("cuda"))
+    assert reason is not None
+    assert "NVIDIA A100 has compute capability 8.0, fp8 needs 8.9" in reason
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    assert fp8_reason(torch.device("cuda")) is None
+    assert fp8_fits(4096, 11008)
+    assert not fp8_fits(4096, 50257)
