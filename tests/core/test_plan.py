@@ -12,13 +12,15 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from plait.core.errors import ConfigError, PlanError
-from plait.core.legal import RULES, ModelShape, check
+from plait.core.facts import ModelShape
+from plait.core.legal import RULES, check
 from plait.core.mesh import Mesh
 from plait.core.plan import Plan, cut_stages, nearest
 
 SHAPE = ModelShape(
     num_layers=8, num_heads=12, num_kv_heads=4, vocab_size=1003, ffn_size=48, hidden_size=96, max_positions=0
 )
+EXPERTS = dataclasses.replace(SHAPE, num_experts=8, expert_ffn=32)
 
 sizes = st.integers(1, 64)
 texts = st.text(st.characters(exclude_categories=["Cs"]), min_size=1)
@@ -115,7 +117,9 @@ def test_recompute_of_a_bare_mode_holds_for_every_layer() -> None:
 
 def test_mesh_fills_dp() -> None:
     plan = Plan(tp=2, pp=2)
-    assert plan.mesh(8) == Mesh(pp=2, dp=2, cp=1, tp=2)
+    assert plan.mesh(8) == Mesh(pp=2, dp=2, cp=1, tp=2, etp=2)
+    assert Plan(tp=2, ep=2).mesh(4) == Mesh(dp=2, tp=2, ep=2, etp=1)
+    assert Plan(tp=2, ep=2, expert_tp=2).mesh(4) == Mesh(dp=2, tp=2, ep=2, etp=2)
     assert plan.resolve(8) == Plan(tp=2, pp=2, dp=2)
     assert plan.resolve(8).mesh(8) == plan.mesh(8)
 
@@ -158,6 +162,16 @@ def test_mesh_refuses_a_world_that_does_not_fit(text: str, world: int, says: lis
         ("pp=2 virtual=4 schedule=dir/zb.txt", SHAPE, {"world": 2}),
         ("pp=2 schedule=interleaved", SHAPE, {"world": 2}),
         ("pp=8", SHAPE, {"world": 8, "batch": 2}),  # P9: fewer microbatches than stages
+        ("cp=2 tp=2", SHAPE, {"world": 4, "seq": 63, "batch": 1}),  # P25: a share is padded
+        ("cp=4 context=ulysses", SHAPE, {"world": 4}),
+        ("cp=8 context=gather", SHAPE, {"world": 8}),
+        ("ep=4 tp=2 expert_tp=2", EXPERTS, {"world": 8}),
+        ("ep=2 zero=3 gather=step zero_group=2", EXPERTS, {"world": 4}),
+        ("zero=2 node=2", SHAPE, {"world": 4}),
+        ("compress=powersgd:4", SHAPE, {"world": 4}),
+        ("pp=2 schedule=zb-v virtual=2", SHAPE, {"world": 2}),
+        ("pp=2 schedule=auto virtual=2 live=4", SHAPE, {"world": 2}),
+        ("pp=2 schedule=2bw zero=1", SHAPE, {"world": 2}),
         ("recompute='selective:4-7 full:0'", SHAPE, {}),
     ],
 )
@@ -196,12 +210,33 @@ def test_plans_that_work(text: str, shape: ModelShape, options: dict[str, int]) 
         ("micro=0", SHAPE, {}, ["micro=0 is below 1", "micro=1"]),
         ("schedule=1f2b", SHAPE, {}, ["schedule=1f2b", "1f1b", ".schedule"]),
         ("virtual=2", SHAPE, {}, ["virtual=2", "schedule=interleaved"]),
+        ("pp=2 schedule=zb-v", SHAPE, {"world": 2}, ["virtual=1", "virtual=2"]),
+        ("pp=2 schedule=zb-h1 virtual=2", SHAPE, {"world": 2}, ["virtual=2", "virtual=1"]),
+        ("pp=2 live=3", SHAPE, {"world": 2}, ["live=3", "schedule=auto"]),
+        ("pp=2 schedule=auto virtual=2 live=1", SHAPE, {"world": 2}, ["live=1", "live=2"]),
+        ("pp=2 schedule=2bw zero=2", SHAPE, {"world": 2}, ["2bw", "zero=1"]),
+        ("pp=2 schedule=2bw precision=fp16", SHAPE, {"world": 2}, ["2bw", "precision=bf16"]),
+        ("pp=4 schedule=2bw", SHAPE, {"world": 4, "batch": 3}, ["3 microbatches", "global_batch=4"]),
         ("", with_sizes(max_positions=32), {}, ["seq=64", "32 learned positions", "seq=32"]),
-        ("cp=2", SHAPE, {"world": 2}, ["cp=2", "cp=1"]),
-        ("ep=2", SHAPE, {}, ["ep=2", "ep=1"]),
-        ("zero=3", SHAPE, {}, ["zero=3", "not available in this version", "zero=1"]),
+        ("cp=2 context=disc", SHAPE, {"world": 2}, ["context=disc", "context=ring"]),
+        ("cp=5 context=ulysses", SHAPE, {"world": 5}, ["12 attention heads", "cp=4 or cp=6", "context=ring"]),
+        ("ep=2", SHAPE, {"world": 2}, ["ep=2", "no experts", "ep=1"]),
+        ("ep=2", EXPERTS, {}, ["ep=2 with expert_tp=1", "dp x cp x tp is 1", "ep=1"]),
+        ("ep=3", EXPERTS, {"world": 3, "batch": 9}, ["ep=3: 8 experts", "ep=2 or ep=4"]),
+        ("ep=2 expert_tp=3", EXPERTS, {"world": 6, "batch": 6}, ["width 32", "expert_tp=2 or expert_tp=4"]),
+        ("tp=2 sequence_parallel=false", EXPERTS, {"world": 2, "seq": 63}, ["for the experts", "seq=62"]),
+        ("zero=1 zero_group=3", SHAPE, {"world": 4}, ["zero_group=3", "zero_group=2 or zero_group=4"]),
+        ("zero_group=2", SHAPE, {"world": 4}, ["zero=0 shares nothing", "zero=1"]),
+        ("node=3", SHAPE, {"world": 4}, ["node=3", "node=2 or node=4"]),
+        ("node=2 compress=half", SHAPE, {"world": 4}, ["one or the other", "compress=none"]),
+        ("node=2 zero=1 zero_group=2", SHAPE, {"world": 4}, ["both say", "no node"]),
+        ("gather=once", SHAPE, {}, ["gather=once", "gather=use"]),
+        ("gather=step", SHAPE, {}, ["gather=step", "zero=3"]),
+        ("compress=zip", SHAPE, {"world": 2}, ["compress=zip", "compress=half"]),
+        ("compress=topk:0.1 zero=2", SHAPE, {"world": 2}, ["topk", "zero=1"]),
+        ("compress=topk:0.1 precision=fp16", SHAPE, {"world": 2}, ["topk", "precision=bf16"]),
         ("zero=7", SHAPE, {}, ["no such ZeRO stage"]),
-        ("precision=fp16", SHAPE, {}, ["precision=fp16", "precision=fp32 or precision=bf16"]),
+        ("precision=fp12", SHAPE, {}, ["precision=fp12", "precision=fp32 or precision=bf16"]),
         ("recompute=some", SHAPE, {}, ["recompute: 'some'", "selective"]),
         ("recompute=''", SHAPE, {}, ["recompute: ''"]),
         ("recompute=full:4-8", SHAPE, {}, ["4-8", "layers 0-7"]),
@@ -220,8 +255,8 @@ def test_plans_that_cannot_work(text: str, shape: ModelShape, options: dict[str,
 
 
 def test_every_broken_rule_is_listed() -> None:
-    message = broken("tp=5 cp=2 zero=2 precision=fp16 micro=3", world=10)
-    for part in ("tp=5", "cp=2", "zero=2", "precision=fp16", "micro=3"):
+    message = broken("tp=5 cp=2 zero=4 precision=fp12 micro=3", world=10)
+    for part in ("tp=5", "zero=4", "precision=fp12", "micro=3"):
         assert f"\n  {part}" in message
 
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from plait.core.errors import ConfigError, PlanError
-from plait.core.legal import ModelShape
+from plait.core.facts import ModelShape
 from plait.core.plan import Plan, cut_stages
 from plait.models.config import ModelConfig, parameter_shapes
 from plait.schedule.check import check as check_schedule
