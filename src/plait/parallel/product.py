@@ -67,6 +67,8 @@ def quantised(x_RC: Tensor) -> tuple[Tensor, Tensor]:
 
 def _scaled(x_NC: Tensor, y_MC: Tensor, bias_M: Tensor | None) -> Tensor:
     """x @ y^T + b, [N, M], of the copies in e4m3, summed in fp32."""
+    if x_NC.shape[0] == 0:
+        return x_NC.new_empty(0, y_MC.shape[0])
     (left, left_scale), (right, right_scale) = quantised(x_NC), quantised(y_MC)
     out: Tensor = torch._scaled_mm(left, right.t(), left_scale, right_scale.t(), bias=bias_M, out_dtype=x_NC.dtype)
     return out
