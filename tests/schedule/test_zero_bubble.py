@@ -102,7 +102,7 @@ def test_dualpipe_v_keeps_the_published_bubble_and_memory(p: int) -> None:
             whole = backward + weight
             bubble, _ = idle(schedule, costs)
             assert bubble <= (p - 1) * (forward + whole + whole - 3 * weight)  # F&B = F + whole, run one by one
-            if whole <= 2 * forward:
+            if weight <= backward <= forward:
                 assert bubble == (p - 1) * (forward + backward - weight)
 
 
