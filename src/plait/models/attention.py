@@ -21,13 +21,25 @@ Rope = tuple[Tensor, Tensor]
 """cos, sin: fp32 [1 or B, 1, T, E/2], broadcast over heads (and over samples when all have the same positions)."""
 
 
-def _scale_frequencies(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
-    """Stretched frequencies (see `RopeScaling`)."""
+def _scale_frequencies(frequencies: Tensor, scaling: RopeScaling, theta: float) -> Tensor:
+    """Stretched frequencies [E/2] of base ``theta`` (see `RopeScaling`)."""
     if scaling.kind == "linear":
         return frequencies / scaling.factor
-    turns = scaling.original_max_positions * frequencies / (2 * math.pi)
-    low, high = scaling.low_freq_factor, scaling.high_freq_factor
-    kept = ((turns - low) / (high - low)).clamp(0, 1)
+    if scaling.kind == "yarn":
+        half = frequencies.numel()
+
+        def dim_of(turns: float) -> float:
+            """The dim whose frequency makes ``turns`` turns in the trained length."""
+            return half * math.log(scaling.original_max_positions / (turns * 2 * math.pi)) / math.log(theta)
+
+        low = max(math.floor(dim_of(scaling.beta_fast)), 0)
+        high = min(math.ceil(dim_of(scaling.beta_slow)), 2 * half - 1)
+        dims = torch.arange(half, device=frequencies.device, dtype=torch.float32)
+        kept = 1 - ((dims - low) / max(high - low, 1e-3)).clamp(0, 1)
+    else:
+        turns = scaling.original_max_positions * frequencies / (2 * math.pi)
+        low_turns, high_turns = scaling.low_freq_factor, scaling.high_freq_factor
+        kept = ((turns - low_turns) / (high_turns - low_turns)).clamp(0, 1)
     return frequencies * (kept + (1 - kept) / scaling.factor)
 
 
@@ -36,15 +48,19 @@ def rope_tables(config: ModelConfig, batch: Batch) -> Rope | None:
     if config.positions != "rope":
         return None
     device = batch.tokens_BT.device
-    exponents = torch.arange(0, config.head_dim, 2, device=device, dtype=torch.float32) / config.head_dim
+    dims = config.head_dim if config.mla is None else config.mla.rope_dim
+    exponents = torch.arange(0, dims, 2, device=device, dtype=torch.float32) / dims
     frequencies = 1.0 / config.rope_theta**exponents
-    if config.rope_scaling is not None:
-        frequencies = _scale_frequencies(frequencies, config.rope_scaling)
+    scaling = config.rope_scaling
+    if scaling is not None:
+        frequencies = _scale_frequencies(frequencies, scaling, config.rope_theta)
     if batch.positions_BT is None:
         positions = batch.indices_T()[None]
     else:
         positions = batch.positions_BT
     angles = (positions[..., None].float() * frequencies)[:, None]
+    if scaling is not None and scaling.table_factor != 1:
+        return angles.cos() * scaling.table_factor, angles.sin() * scaling.table_factor
     return angles.cos(), angles.sin()
 
 
@@ -79,7 +95,7 @@ def rotate(x_BHTE: Tensor, rope: Rope) -> Tensor:
 
 
 class Attend(nn.Module):
-    """q [B, H, T, E], k and v [B, K, T, E] -> [B, H, T, E]: softmax(q k^T / sqrt(E)) v over the keys a query may see.
+    """q [B, H, T, E], k [B, K, T, E], v [B, K, T, Ev] -> [B, H, T, Ev]: softmax(q k^T / sqrt(E)) v over visible keys.
 
     Causal; inside a document when the batch holds several; the last ``window`` keys when there is a window.
     """

@@ -6,13 +6,28 @@ Letters used for sizes: D hidden, H query heads, K key/value heads, E head_dim, 
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gpt2")
+from plait.models.parts import MLAConfig, MoEConfig, RopeScaling
+from plait.models.shapes import canonical_name, flops_per_token, parameter_count, parameter_shapes
+
+__all__ = [
+    "FAMILIES",
+    "PRESETS",
+    "MLAConfig",
+    "MoEConfig",
+    "ModelConfig",
+    "RopeScaling",
+    "canonical_name",
+    "flops_per_token",
+    "parameter_count",
+    "parameter_shapes",
+]
+
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gpt2", "mixtral", "qwen3_moe", "deepseek_v3")
 """Families with a Hugging Face form (its ``model_type``)."""
 
 _CHOICES = {
@@ -31,33 +46,8 @@ _SIZES = (
     "ffn_size",
     "max_positions",
 )
-
-
-@dataclass(frozen=True, kw_only=True)
-class RopeScaling:
-    """Stretching of rotary frequencies beyond the trained length.
-
-    ``linear`` divides every frequency by ``factor`` (Chen et al. 2023, arXiv:2306.15595); ``llama3`` divides those
-    whose wavelength exceeds ``original_max_positions / low_freq_factor``, keeps those below
-    ``original_max_positions / high_freq_factor``, and interpolates between (Llama 3.1's published code).
-    """
-
-    kind: str
-    factor: float
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_max_positions: int = 8192
-
-    def __post_init__(self) -> None:
-        if self.kind not in ("llama3", "linear"):
-            raise ValueError(f"rope scaling {self.kind!r} is not supported: use 'llama3' or 'linear'")
-        if not self.factor > 0:
-            raise ValueError(f"rope scaling factor={self.factor!r} must be positive")
-        if self.kind == "llama3" and not self.high_freq_factor > self.low_freq_factor > 0:
-            raise ValueError(
-                f"rope scaling needs high_freq_factor > low_freq_factor > 0, "
-                f"not {self.high_freq_factor!r} and {self.low_freq_factor!r}"
-            )
+_PARTS = {"rope_scaling": RopeScaling, "moe": MoEConfig, "mla": MLAConfig}
+"""Fields that are values of their own: a mapping holds a mapping for them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,10 +86,16 @@ class ModelConfig:
     window_from: int = 0
     """First layer that has the sliding window."""
     init_std: float = 0.02
+    moe: MoEConfig | None = None
+    """Experts in place of the MLP; None: every layer has a plain one."""
+    mla: MLAConfig | None = None
+    """Latent attention; None: each head has its own projections."""
 
     def __post_init__(self) -> None:
         if self.num_kv_heads == 0:
             object.__setattr__(self, "num_kv_heads", self.num_heads)
+        if self.head_dim == 0 and self.mla is not None:
+            object.__setattr__(self, "head_dim", self.mla.qk_dim)
         if self.head_dim == 0 and self.num_heads:
             if self.hidden_size % self.num_heads:
                 raise ValueError(
@@ -122,6 +118,24 @@ class ModelConfig:
             raise ValueError(f"dropout={self.dropout!r} must be in [0, 1)")
         if self.sliding_window is not None and self.sliding_window < 1:
             raise ValueError(f"sliding_window={self.sliding_window!r} must be positive, or None for full attention")
+        self._check_parts()
+
+    def _check_parts(self) -> None:
+        """What experts and latent attention cannot be combined with."""
+        if self.moe is not None and (not self.gated or self.mlp_bias):
+            raise ValueError(
+                f"experts are gated and have no bias: moe does not go with activation={self.activation!r}, "
+                f"mlp_bias={self.mlp_bias}; activation='swiglu', mlp_bias=False works"
+            )
+        if self.mla is None:
+            return
+        if self.head_dim != self.mla.qk_dim:
+            raise ValueError(f"head_dim={self.head_dim} is not mla's nope_dim + rope_dim = {self.mla.qk_dim}")
+        if self.num_kv_heads != self.num_heads:
+            raise ValueError(f"num_kv_heads={self.num_kv_heads}: latent attention has num_heads={self.num_heads}")
+        for field, works in (("positions", "rope"), ("qkv_bias", False), ("out_bias", False), ("qk_norm", False)):
+            if getattr(self, field) != works:
+                raise ValueError(f"{field}={getattr(self, field)!r} does not go with mla: only {works!r} does")
 
     @property
     def gated(self) -> bool:
@@ -131,6 +145,10 @@ class ModelConfig:
     def window_of(self, layer: int) -> int | None:
         """The sliding window of ``layer``, None for full attention."""
         return self.sliding_window if layer >= self.window_from else None
+
+    def moe_of(self, layer: int) -> MoEConfig | None:
+        """The experts of ``layer``, None for a plain MLP."""
+        return None if self.moe is None or layer in self.moe.dense_layers else self.moe
 
     def to_mapping(self) -> dict[str, Any]:
         """Plain values (JSON, TOML) that `from_mapping` reads back."""
@@ -146,76 +164,13 @@ class ModelConfig:
         if missing := [name for name in needed if name not in mapping]:
             raise ValueError(f"model field {', '.join(missing)} is missing")
         values = dict(mapping)
-        if isinstance(values.get("rope_scaling"), Mapping):
-            values["rope_scaling"] = RopeScaling(**values["rope_scaling"])
+        for name, kind in _PARTS.items():
+            if isinstance(values.get(name), Mapping):
+                known = [field.name for field in dataclasses.fields(kind)]
+                if unknown := sorted(set(values[name]) - set(known)):
+                    raise ValueError(f"unknown field {name}.{unknown[0]}: the fields are {', '.join(known)}")
+                values[name] = kind(**values[name])
         return cls(**values)
-
-
-def parameter_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Name -> full shape of every parameter, in forward order. A tied head has no entry."""
-    hidden, head_dim, ffn = config.hidden_size, config.head_dim, config.ffn_size
-    heads, kv_heads = config.num_heads, config.num_kv_heads
-    shapes: dict[str, tuple[int, ...]] = {}
-
-    def linear(name: str, rows: int, columns: int, bias: bool) -> None:
-        shapes[f"{name}.weight"] = (rows, columns)
-        if bias:
-            shapes[f"{name}.bias"] = (rows,)
-
-    def norm(name: str) -> None:
-        shapes[f"{name}.weight"] = (hidden,)
-        if config.norm == "layernorm":
-            shapes[f"{name}.bias"] = (hidden,)
-
-    shapes["embed.tokens.weight"] = (config.vocab_size, hidden)
-    if config.positions == "learned":
-        shapes["embed.positions.weight"] = (config.max_positions, hidden)
-    for index in range(config.num_layers):
-        layer = f"layers.{index}"
-        norm(f"{layer}.norm1")
-        linear(f"{layer}.attn.qkv", (heads + 2 * kv_heads) * head_dim, hidden, config.qkv_bias)
-        if config.qk_norm:
-            shapes[f"{layer}.attn.q_norm.weight"] = (head_dim,)
-            shapes[f"{layer}.attn.k_norm.weight"] = (head_dim,)
-        linear(f"{layer}.attn.out", hidden, heads * head_dim, config.out_bias)
-        norm(f"{layer}.norm2")
-        if config.gated:
-            linear(f"{layer}.mlp.gate_up", 2 * ffn, hidden, config.mlp_bias)
-        else:
-            linear(f"{layer}.mlp.up", ffn, hidden, config.mlp_bias)
-        linear(f"{layer}.mlp.down", hidden, ffn, config.mlp_bias)
-    norm("norm")
-    if not config.tied:
-        shapes["head.weight"] = (config.vocab_size, hidden)
-    return shapes
-
-
-def canonical_name(name: str, config: ModelConfig) -> str:
-    """The stored name of a module's parameter: the head of a tied model is the token embedding."""
-    return "embed.tokens.weight" if config.tied and name == "head.weight" else name
-
-
-def parameter_count(config: ModelConfig) -> int:
-    """Number of parameters, a tied head counted once."""
-    return sum(math.prod(shape) for shape in parameter_shapes(config).values())
-
-
-def flops_per_token(config: ModelConfig, seq: int) -> float:
-    """Floating-point operations of forward and backward for one token of a sample of ``seq`` tokens.
-
-    6 for each parameter of a matrix product (2 forward, 4 backward; the head counts even when tied, the embedding
-    lookup does not), and 12 H E for each key that a query sees (QK^T and AV, 2 H E each forward, twice that
-    backward). The causal mask halves the latter: a query sees (seq + 1) / 2 keys in the mean, fewer under a sliding
-    window. Recomputation is not counted (Chowdhery et al. 2022, arXiv:2204.02311, appendix B, plus the halving).
-    """
-    shapes = parameter_shapes(config)
-    products = sum(math.prod(s) for n, s in shapes.items() if len(s) == 2 and not n.startswith(("embed.", "head.")))
-    products += config.vocab_size * config.hidden_size
-    keys = 0.0
-    for layer in range(config.num_layers):
-        window = min(config.window_of(layer) or seq, seq)
-        keys += window - window * (window - 1) / (2 * seq)
-    return 6.0 * products + 12.0 * config.num_heads * config.head_dim * keys
 
 
 def _gpt2(**sizes: Any) -> ModelConfig:
@@ -229,6 +184,28 @@ def _gpt2(**sizes: Any) -> ModelConfig:
         mlp_bias=True,
         tied=True,
         **sizes,
+    )
+
+
+def _deepseek_v3(sizes: Mapping[str, Any]) -> ModelConfig:
+    return ModelConfig(
+        family="deepseek_v3",
+        **sizes,
+        norm_eps=1e-6,
+        rope_scaling=RopeScaling(kind="yarn", factor=40.0, original_max_positions=4096, mscale=1.0, mscale_all_dim=1.0),
+        mla=MLAConfig(q_rank=1536, kv_rank=512, nope_dim=128, rope_dim=64, v_dim=128),
+        moe=MoEConfig(
+            num_experts=256,
+            top_k=8,
+            ffn_size=2048,
+            shared_ffn=2048,
+            dense_layers=(0, 1, 2),
+            score="sigmoid",
+            scale=2.5,
+            groups=8,
+            top_groups=4,
+            bias=True,
+        ),
     )
 
 
@@ -247,6 +224,18 @@ def _presets() -> dict[str, ModelConfig]:
     return {
         "tiny": ModelConfig(**sizes(256, 128, 4, 4, 2, 352, 2048)),
         "bench": ModelConfig(**sizes(8192, 512, 8, 8, 4, 1408, 2048)),
+        # Two of eight experts, each of half the width: as many operations a token as "tiny" and "bench", but for the
+        # router's.
+        "moe-tiny": ModelConfig(
+            family="mixtral",
+            **sizes(256, 128, 4, 4, 2, 176, 2048),
+            moe=MoEConfig(num_experts=8, top_k=2, ffn_size=176),
+        ),
+        "bench-moe": ModelConfig(
+            family="mixtral",
+            **sizes(8192, 512, 8, 8, 4, 704, 2048),
+            moe=MoEConfig(num_experts=8, top_k=2, ffn_size=704),
+        ),
         "gpt2-tiny": _gpt2(**sizes(256, 128, 4, 4, 4, 512, 1024)),
         "gpt2": _gpt2(**sizes(50257, 768, 12, 12, 12, 3072, 1024), dropout=0.1),
         "llama2-7b": ModelConfig(**sizes(32000, 4096, 32, 32, 32, 11008, 4096)),
@@ -267,6 +256,22 @@ def _presets() -> dict[str, ModelConfig]:
             rope_theta=1e6,
             qk_norm=True,
         ),
+        "mixtral-8x7b": ModelConfig(
+            family="mixtral",
+            **sizes(32000, 4096, 32, 32, 8, 14336, 32768),
+            rope_theta=1e6,
+            moe=MoEConfig(num_experts=8, top_k=2, ffn_size=14336),
+        ),
+        "qwen3-30b-a3b": ModelConfig(
+            family="qwen3_moe",
+            **sizes(151936, 2048, 48, 32, 4, 6144, 40960),
+            head_dim=128,
+            norm_eps=1e-6,
+            rope_theta=1e6,
+            qk_norm=True,
+            moe=MoEConfig(num_experts=128, top_k=8, ffn_size=768),
+        ),
+        "deepseek-v3": _deepseek_v3(sizes(129280, 7168, 61, 128, 128, 18432, 163840)),
     }
 
 

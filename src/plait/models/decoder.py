@@ -14,17 +14,18 @@ from torch.nn import functional as F
 from plait.models.attention import Attention, Rope, rope_tables
 from plait.models.batch import Batch
 from plait.models.config import ModelConfig
+from plait.models.latent import LatentAttention
 from plait.models.layers import (
     CrossEntropy,
     Dropout,
+    GatedMLP,
     LayerNorm,
     Linear,
     PositionEmbedding,
     RMSNorm,
-    SectionedLinear,
     TokenEmbedding,
-    swiglu,
 )
+from plait.models.moe import MoE
 
 
 def make_norm(config: ModelConfig) -> RMSNorm | LayerNorm:
@@ -51,21 +52,6 @@ class Embedding(nn.Module):
         return h_ND
 
 
-class GatedMLP(nn.Module):
-    """down(silu(gate(h)) * up(h)), [N, D] -> [N, D]."""
-
-    def __init__(self, config: ModelConfig) -> None:
-        super().__init__()
-        sections = (config.ffn_size, config.ffn_size)
-        self.gate_up = SectionedLinear(config.hidden_size, sections, config.mlp_bias)
-        self.down = Linear(config.ffn_size, config.hidden_size, config.mlp_bias)
-
-    def forward(self, h_ND: Tensor) -> Tensor:
-        gate_NF, up_NF = self.gate_up(h_ND)
-        out_ND: Tensor = self.down(swiglu(gate_NF, up_NF))
-        return out_ND
-
-
 class MLP(nn.Module):
     """down(gelu(up(h))), [N, D] -> [N, D]."""
 
@@ -80,21 +66,31 @@ class MLP(nn.Module):
         return out_ND
 
 
+def _make_mlp(config: ModelConfig, layer: int) -> MoE | GatedMLP | MLP:
+    moe = config.moe_of(layer)
+    if moe is not None:
+        return MoE(config.hidden_size, moe)
+    return GatedMLP(config.hidden_size, config.ffn_size, config.mlp_bias) if config.gated else MLP(config)
+
+
 class Block(nn.Module):
-    """One layer, h [N, D] -> [N, D]; ``layer`` is its global index."""
+    """One layer, h [N, D] -> [N, D]; ``layer`` is its global index. Experts are given the batch, a plain MLP is not."""
 
     def __init__(self, config: ModelConfig, layer: int, seed: int) -> None:
         super().__init__()
         self.norm1 = make_norm(config)
-        self.attn = Attention(config, layer)
+        self.attn = Attention(config, layer) if config.mla is None else LatentAttention(config, layer)
         self.dropout1 = Dropout(config.dropout, seed, layer, site=1)
         self.norm2 = make_norm(config)
-        self.mlp = GatedMLP(config) if config.gated else MLP(config)
+        self.sparse = config.moe_of(layer) is not None
+        self.mlp = _make_mlp(config, layer)
         self.dropout2 = Dropout(config.dropout, seed, layer, site=2)
 
     def forward(self, h_ND: Tensor, rope: Rope | None, batch: Batch) -> Tensor:
         h_ND = h_ND + self.dropout1(self.attn(self.norm1(h_ND), rope, batch), batch)
-        h_ND = h_ND + self.dropout2(self.mlp(self.norm2(h_ND)), batch)
+        normal_ND = self.norm2(h_ND)
+        out_ND = self.mlp(normal_ND, batch) if self.sparse else self.mlp(normal_ND)
+        h_ND = h_ND + self.dropout2(out_ND, batch)
         return h_ND
 
 

@@ -19,6 +19,10 @@ _BLOCK = 1 << 20
 """Elements drawn from one generator state, at least one row: the bound on memory beyond the box itself."""
 
 
+_RESIDUAL = ("attn.out.weight", "mlp.down.weight", "mlp.shared.down.weight", "mlp.experts.down")
+"""Projections into the residual stream."""
+
+
 class WeightSource(Protocol):
     """Anything that weights can be read from by name: initial values, a Hugging Face folder, a checkpoint."""
 
@@ -48,23 +52,33 @@ def draw(name: str, shape: tuple[int, ...], box: Box | None, *, seed: int, confi
     """Initial values (fp32) of parameter ``name`` of full ``shape`` inside ``box``.
 
     A function of (seed, name) alone: a box is bit for bit the slice of the whole. Matrices are normal(0, init_std),
-    projections into the residual stream by 1/sqrt(2 layers) less (GPT-2), norms 1, biases 0. Rows are drawn in blocks,
-    each from its own generator state, so a box costs no more memory than itself and one block.
+    projections into the residual stream by 1/sqrt(2 layers) less (GPT-2), norms 1, biases 0; each expert of a stack is
+    a matrix of its own. Rows are drawn in blocks, each from its own generator state, so a box costs no more memory than
+    itself and one block.
     """
     box = check_box(name, shape, box)
     size = tuple(stop - start for start, stop in box)
     if len(shape) == 1:
         return torch.zeros(size) if name.endswith(".bias") else torch.ones(size)
     std = config.init_std
-    if name.endswith(("attn.out.weight", "mlp.down.weight")):
+    if name.endswith(_RESIDUAL):
         std /= math.sqrt(2 * config.num_layers)
+    if len(shape) == 2:
+        return _draw_matrix(f"{seed}/{name}", shape, box, std)
+    out = torch.empty(size)
+    for at, expert in enumerate(range(*box[0])):
+        out[at] = _draw_matrix(f"{seed}/{name}/expert {expert}", shape[1:], box[1:], std)
+    return out
+
+
+def _draw_matrix(key: str, shape: tuple[int, ...], box: Box, std: float) -> Tensor:
     (first, last), (left, right) = box
     rows, columns = shape
     step = max(1, _BLOCK // columns)
-    out = torch.empty(size)
+    out = torch.empty(last - first, right - left)
     for start in range(first // step * step, last, step):
         stop = min(start + step, rows)
-        digest = hashlib.blake2b(f"{seed}/{name}/{start}".encode(), digest_size=8).digest()
+        digest = hashlib.blake2b(f"{key}/{start}".encode(), digest_size=8).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest, "little"))
         block = torch.empty(stop - start, columns).normal_(0.0, std, generator=generator)
         low, high = max(start, first), min(stop, last)

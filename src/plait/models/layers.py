@@ -130,6 +130,20 @@ def swiglu(gate_NF: Tensor, up_NF: Tensor) -> Tensor:
     return out
 
 
+class GatedMLP(nn.Module):
+    """down(silu(gate(h)) * up(h)), [N, D] -> [N, D]."""
+
+    def __init__(self, hidden_size: int, ffn_size: int, bias: bool) -> None:
+        super().__init__()
+        self.gate_up = SectionedLinear(hidden_size, (ffn_size, ffn_size), bias)
+        self.down = Linear(ffn_size, hidden_size, bias)
+
+    def forward(self, h_ND: Tensor) -> Tensor:
+        gate_NF, up_NF = self.gate_up(h_ND)
+        out_ND: Tensor = self.down(swiglu(gate_NF, up_NF))
+        return out_ND
+
+
 class CrossEntropy(nn.Module):
     """logits [N, V], targets int64 [N] -> scalar: the *sum* of token losses in fp32, masked targets left out.
 
