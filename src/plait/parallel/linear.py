@@ -32,7 +32,7 @@ class _Column(torch.autograd.Function):
         ctx.save_for_backward(x_NI, weight)
         ctx.layer = layer
         whole_NI = start(x_NI, layer.group, layer.arrow.forward).wait()
-        return product.forward(whole_NI, weight, bias)
+        return product.forward(whole_NI, weight, bias, fp8=layer.fp8)
 
     @staticmethod
     def backward(ctx: Any, grad_NO: Tensor) -> tuple[Tensor | None, None, None, None]:
@@ -45,7 +45,7 @@ class _Column(torch.autograd.Function):
         gathering = None if slot is None else start(x_NI, layer.group, layer.arrow.forward)
         reducing = None
         if ctx.needs_input_grad[0]:
-            grad_NI = product.input_gradient(grad_NO, weight)
+            grad_NI = product.input_gradient(grad_NO, weight, fp8=layer.fp8)
             reducing = start(grad_NI, layer.group, layer.arrow.backward)
         if slot is not None and gathering is not None:
             slot.add_product(grad_NO, gathering.wait())
@@ -58,9 +58,10 @@ class _Column(torch.autograd.Function):
 class ColumnLinear(Fused):
     """x [N, I] (or [N/tp, I] when ``sequence``) -> [N, O/tp], or a tuple of its ``sections``."""
 
-    def __init__(self, *, group: Group, sequence: bool, sections: tuple[int, ...] | None) -> None:
+    def __init__(self, *, group: Group, sequence: bool, sections: tuple[int, ...] | None, fp8: bool = False) -> None:
         super().__init__()
         self.group = group
+        self.fp8 = fp8
         self.arrow = GATHER if sequence else ENTER
         self.sections = sections
         self.weight: nn.Parameter
@@ -76,7 +77,7 @@ class _Row(torch.autograd.Function):
     def forward(ctx: Any, x_NI: Tensor, weight: Tensor, bias: Tensor | None, layer: RowLinear) -> Tensor:
         ctx.save_for_backward(x_NI, weight)
         ctx.layer = layer
-        out_NO = product.forward(x_NI, weight)
+        out_NO = product.forward(x_NI, weight, fp8=layer.fp8)
         out_NO = start(out_NO, layer.group, layer.arrow.forward).wait()
         # After the sum: the bias counts once.
         return out_NO if bias is None else out_NO.add_(bias)
@@ -90,7 +91,7 @@ class _Row(torch.autograd.Function):
         if "bias" in layer.slots:
             layer.slots["bias"].add(grad_NO.sum(0))
         whole_NO = gathering.wait()
-        grad_NI = product.input_gradient(whole_NO, weight) if ctx.needs_input_grad[0] else None
+        grad_NI = product.input_gradient(whole_NO, weight, fp8=layer.fp8) if ctx.needs_input_grad[0] else None
         if "weight" in layer.slots:
             layer.slots["weight"].add_product(whole_NO, x_NI)
         return grad_NI, None, None, None
@@ -100,9 +101,10 @@ class _Row(torch.autograd.Function):
 class RowLinear(Fused):
     """x [N, I/tp] -> [N, O] (or [N/tp, O] when ``sequence``)."""
 
-    def __init__(self, *, group: Group, sequence: bool) -> None:
+    def __init__(self, *, group: Group, sequence: bool, fp8: bool = False) -> None:
         super().__init__()
         self.group = group
+        self.fp8 = fp8
         self.arrow = SCATTER if sequence else REDUCE
         self.weight: nn.Parameter
         self.bias: nn.Parameter | None

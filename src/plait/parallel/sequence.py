@@ -5,11 +5,14 @@ Norms and residual additions work row by row and need no change; what looks at *
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import final
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from plait.comm.collectives import ENTER, GATHER, apply
 from plait.comm.group import Group
 from plait.models.batch import Batch
 from plait.models.layers import Dropout
@@ -43,3 +46,50 @@ class SequenceDropout(Dropout):
     def rows(self, batch: Batch) -> tuple[Tensor, Tensor]:
         sample_N, index_N = super().rows(batch)
         return _own(sample_N, self.group), _own(index_N, self.group)
+
+
+@final
+class SharedByHeads(nn.Module):
+    """x [N, E] (or [N/tp, E] when ``sequence``) -> [N, E] for the heads of every rank, whose gradients are summed.
+
+    What latent attention computes once for all heads: the part of the key with positions.
+    """
+
+    def __init__(self, *, group: Group, sequence: bool) -> None:
+        super().__init__()
+        self.group = group
+        self.arrow = GATHER if sequence else ENTER
+
+    def forward(self, x_NE: Tensor) -> Tensor:
+        return apply(x_NE, self.group, self.arrow)
+
+
+@final
+class WholeSamples:
+    """Brings rows that lie on ``tp`` and ``cp`` together to those of whole samples, and finds this rank's among them.
+
+    Rows of a microbatch of B samples: each rank of ``tp`` holds a run of the [B, T/cp] rows of its rank of ``cp``, whose
+    columns ``order_T`` names in the order of ``cp``'s ranks.
+    """
+
+    def __init__(self, tp: Group, cp: Group, order: Callable[[int], Tensor]) -> None:
+        self.tp = tp
+        self.cp = cp
+        self._order = order
+
+    def gather(self, rows: Tensor, batch: Batch) -> Tensor:
+        """[n, ...] -> [B * T, ...] in sample order."""
+        mine = self.tp.all_gather(rows.contiguous()).wait()
+        if self.cp.size == 1:
+            return mine
+        parts = self.cp.all_gather(mine).wait()
+        ranked = parts.view(self.cp.size, batch.tokens_BT.shape[0], -1, *rows.shape[1:]).transpose(0, 1).flatten(1, 2)
+        whole = torch.empty_like(ranked)
+        whole[:, self._order(ranked.shape[1]).to(rows.device)] = ranked
+        return whole.flatten(0, 1)
+
+    def mine(self, whole: Tensor, batch: Batch) -> Tensor:
+        """[B * T, ...] in sample order -> this rank's [n, ...]."""
+        if self.cp.size > 1:
+            whole = whole.unflatten(0, (batch.tokens_BT.shape[0], -1))[:, batch.indices_T()].flatten(0, 1)
+        return _own(whole, self.tp)
