@@ -25,6 +25,8 @@ from tests.pool import Connect, Pool
 TRANSPORTS = ("auto", "gloo")
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int64)
 OPERATIONS = ("all_reduce", "max", "reduce_scatter", "all_gather", "all_to_all")
+UNEVEN = ("exchange", "gather_rows", "scatter_rows")
+"""Each rank with rows of its own number, zero among them."""
 SMALL_RING, SMALL_CHUNK = 1 << 14, 1 << 11
 """Bytes. Rings this small are full and wrap around all the time."""
 
@@ -58,6 +60,8 @@ class Case:
 def case(group: Group, operation: str, part: int, dtype: torch.dtype, seed: int, *, inside: bool = False) -> Case:
     """``part``: rows of the smallest part. ``inside``: results in place, as ZeRO's buffers are used."""
     size, index = group.size, group.index
+    if operation in UNEVEN:
+        return uneven_case(group, operation, part, dtype, seed)
     rows = part if operation in ("all_gather", "all_reduce", "max") else part * size
     inputs = tensors(size, rows, dtype, seed)
     total = torch.stack(inputs).sum(0).to(dtype)
@@ -80,6 +84,26 @@ def case(group: Group, operation: str, part: int, dtype: torch.dtype, seed: int,
     return Case(text, lambda: group.all_gather(x), torch.cat(inputs))
 
 
+def uneven_case(group: Group, operation: str, part: int, dtype: torch.dtype, seed: int) -> Case:
+    """Up to ``part`` rows a run; about a third of the runs are empty, and on some seeds all of a rank's."""
+    size, index = group.size, group.index
+    draw = random.Random(seed)
+    counts = [[draw.choice((0, part, draw.randint(0, part))) for _ in range(size)] for _ in range(size)]
+    idle = draw.randrange(2 * size)
+    counts = [[0 if idle in (source, to) else counts[source][to] for to in range(size)] for source in range(size)]
+    text = f"{operation} of {counts} rows of {dtype} over {group.axis}"
+    if operation == "exchange":
+        inputs = [tensors(1, sum(counts[rank]), dtype, seed + rank)[0] for rank in range(size)]
+        received = torch.cat([inputs[rank].split(counts[rank])[index] for rank in range(size)])
+        return Case(text, lambda: group.exchange(inputs[index], counts), received)
+    if operation == "gather_rows":
+        inputs = [tensors(1, counts[0][rank], dtype, seed + rank)[0] for rank in range(size)]
+        return Case(text, lambda: group.gather_rows(inputs[index], counts[0]), torch.cat(inputs))
+    inputs = tensors(size, sum(counts[0]), dtype, seed)
+    own = torch.stack(inputs).sum(0).to(dtype).split(counts[0])[index]
+    return Case(text, lambda: group.scatter_rows(inputs[index], counts[0]), own)
+
+
 def verify(one: Case, result: Tensor) -> None:
     assert result.dtype == one.wanted.dtype, one.text
     assert torch.equal(result, one.wanted), one.text
@@ -91,11 +115,11 @@ def verify(one: Case, result: Tensor) -> None:
 def run_operations(connect: Connect, size: int, transport: str) -> int:
     group = connect(Mesh(tp=size), transport=transport).group("tp")
     seed = 0
-    for operation in OPERATIONS:
+    for operation in (*OPERATIONS, *UNEVEN):
         for dtype in DTYPES:
             for part in (0, 1, 2, 17, 333):
                 for inside in (False, True) if operation in ("reduce_scatter", "all_gather") else (False,):
-                    if part == 0 and transport == "gloo":
+                    if part == 0 and transport == "gloo" and operation not in UNEVEN:
                         continue
                     seed += 1
                     one = case(group, operation, part, dtype, seed, inside=inside)
@@ -119,7 +143,7 @@ def run_in_flight(connect: Connect, size: int, ring: int, chunk: int, rows: list
         for number in range(12):
             batch = []
             for _ in range(shuffle.randint(1, 5)):
-                operation, dtype = shuffle.choice(OPERATIONS), shuffle.choice(DTYPES)
+                operation, dtype = shuffle.choice((*OPERATIONS, *UNEVEN)), shuffle.choice(DTYPES)
                 part, inside = shuffle.choice(rows), shuffle.random() < 0.5
                 batch.append(case(group, operation, part, dtype, seed * 100 + number, inside=inside))
             pending = [(one, one.start()) for one in batch]
@@ -140,7 +164,8 @@ def run_real_sizes(connect: Connect) -> None:
     group = connect(Mesh(tp=2)).group("tp")
     rows = rings.RING // 4 // 3 + 1000
     batch = [
-        case(group, name, part, torch.float32, 5) for name, part in (("all_reduce", rows), ("all_gather", rows // 8))
+        case(group, name, part, torch.float32, 5)
+        for name, part in (("all_reduce", rows), ("all_gather", rows // 8), ("exchange", rows), ("scatter_rows", rows))
     ]
     for one, pending in [(one, one.start()) for one in batch]:
         verify(one, pending.wait())
@@ -162,7 +187,7 @@ def run_interleaved(connect: Connect, seed: int, transport: str, steps: int) -> 
         mine = random.Random(1000 * seed + world.rank)
         under_way: list[tuple[Case, Pending]] = []
         for step in range(steps):
-            operation, dtype = program.choice(OPERATIONS), program.choice(DTYPES)
+            operation, dtype = program.choice((*OPERATIONS, *UNEVEN)), program.choice(DTYPES)
             part, which, inside = program.choice([1, 7, 100, 400]), program.choice(groups), program.random() < 0.5
             source, to = program.sample(range(4), 2)
             if program.random() < 0.3:
@@ -265,16 +290,54 @@ def run_disagree(connect: Connect, how: str) -> str:
         pending = world.wire.recv(torch.empty(rows), other)
         group.barrier()
     else:
-        starts = {"all_reduce": group.all_reduce, "reduce_scatter": group.reduce_scatter}
+        starts: dict[str, Callable[[Tensor], Pending]] = {
+            "all_reduce": group.all_reduce,
+            "reduce_scatter": group.reduce_scatter,
+            "exchange": lambda x: group.exchange(x, [[0, rows], [rows, 0]]),
+        }
         pending = starts[how](torch.ones(rows))
     return failure(pending.wait)[0]
 
 
-@pytest.mark.parametrize("how", ["all_reduce", "reduce_scatter", "message"])
+@pytest.mark.parametrize("how", ["all_reduce", "reduce_scatter", "exchange", "message"])
 def test_sizes_that_disagree_are_an_error_not_garbage(pool: Pool, how: str) -> None:
     for rank, told in enumerate(pool.run(2, run_disagree, how)):
         mine, theirs = (16, 24) if rank == 0 else (24, 16)
         assert f"a message of {theirs} bytes came where one of {mine} was expected" in told
+
+
+def run_misfit(connect: Connect) -> list[str]:
+    group = connect(Mesh(tp=2)).group("tp")
+    x = torch.ones(3, 2)
+    starts = [
+        lambda: group.exchange(x, [[1, 1], [1, 1]]),
+        lambda: group.gather_rows(x, [2, 2]),
+        lambda: group.scatter_rows(x, [2, 2]),
+    ]
+    return [failure(start)[0] for start in starts]
+
+
+def test_rows_that_are_not_the_counts_are_refused_before_anything_is_sent(pool: Pool) -> None:
+    for told in pool.run(2, run_misfit):
+        wanted = [("exchange", 2), ("gather_rows", 2), ("scatter_rows", 4)]
+        assert told == [f"{name} over tp: 3 rows where the counts say {rows}" for name, rows in wanted]
+
+
+def run_uneven_bytes(connect: Connect, transport: str) -> dict[tuple[str, str, str], int]:
+    world = connect(Mesh(tp=3), transport=transport)
+    group = world.group("tp")
+    counts = [[7, 1, 2], [0, 5, 0], [3, 0, 0]]
+    group.exchange(torch.ones(sum(counts[group.index]), 4), counts).wait()
+    own = counts[0][group.index]
+    group.scatter_rows(group.gather_rows(torch.ones(own, 4), counts[0]).wait(), counts[0]).wait()
+    return dict(world.book.ledger.bytes)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_uneven_operations_book_the_bytes_that_leave_the_rank(pool: Pool, transport: str) -> None:
+    for rank, booked in enumerate(pool.run(3, run_uneven_bytes, transport)):
+        rows = {"exchange": [3, 0, 3][rank], "gather_rows": 2 * [7, 1, 2][rank], "scatter_rows": 10 - [7, 1, 2][rank]}
+        assert booked == {("tp", name, ""): 16 * count for name, count in rows.items()}
 
 
 def run_missing(connect: Connect, transport: str, what: str, timeout: float) -> tuple[str, float]:
@@ -287,10 +350,12 @@ def run_missing(connect: Connect, transport: str, what: str, timeout: float) -> 
         return "late", 0.0
     if what == "recv" and world.rank == 0:
         return failure(lambda: world.wire.recv(torch.empty(4), 1).wait())
+    if what == "exchange":
+        return failure(lambda: group.exchange(torch.ones(0), [[0] * 3] * 3).wait())
     return failure(lambda: group.all_reduce(torch.ones(4)).wait())
 
 
-@pytest.mark.parametrize("what", ["all_reduce", "recv"])
+@pytest.mark.parametrize("what", ["all_reduce", "exchange", "recv"])
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_a_rank_that_never_comes_is_named_within_the_time_out(pool: Pool, transport: str, what: str) -> None:
     timeout = 1.5
@@ -371,6 +436,9 @@ def run_alone(connect: Connect) -> bool:
         group.reduce_scatter(x),
         group.all_gather(x),
         group.all_to_all(x),
+        group.exchange(x, [[3]]),
+        group.gather_rows(x, [3]),
+        group.scatter_rows(x, [3]),
     ]
     return all(pending.wait() is x for pending in results) and not world.book.ledger.bytes
 

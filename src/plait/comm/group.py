@@ -6,8 +6,9 @@ Operations are started at once and return a `Pending`; work done before `Pending
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Literal, Protocol, final
@@ -16,8 +17,11 @@ import torch
 from torch import Tensor
 
 from plait.comm.ledger import Ledger
+from plait.core.errors import RankError
 
 Reduction = Literal["sum", "max"]
+Counts = Sequence[Sequence[int]]
+"""``counts[i][j]``: rows that rank i of a group sends to rank j. Every rank knows all of them."""
 
 
 class SpanSink(Protocol):
@@ -72,7 +76,8 @@ class Pending:
 class Group(ABC):
     """``ranks`` (in order, this one at ``index``) that communicate along ``axis``. Tensors are contiguous.
 
-    Gathers concatenate along dim 0; scatters cut dim 0, which must divide by `size`.
+    Gathers concatenate along dim 0; scatters cut dim 0, which must divide by `size`. Where ranks have unlike numbers of
+    rows (`exchange`, `gather_rows`, `scatter_rows`), all know the numbers, so that none waits for another's to start.
     """
 
     def __init__(self, axis: str, ranks: tuple[int, ...], book: Book) -> None:
@@ -84,6 +89,14 @@ class Group(ABC):
 
     def _pending(self, operation: str, tensor_bytes: int, start: Callable[[], Callable[[], Tensor]]) -> Pending:
         sent = self.book.ledger.add(self.axis, operation, self.book.phase, self.size, tensor_bytes)
+        return self._under_way(operation, sent, start)
+
+    def _uneven(self, operation: str, rows: int, x: Tensor, start: Callable[[], Callable[[], Tensor]]) -> Pending:
+        sent = rows * math.prod(x.shape[1:]) * x.element_size()
+        self.book.ledger.add_sent(self.axis, operation, self.book.phase, sent)
+        return self._under_way(operation, sent, start)
+
+    def _under_way(self, operation: str, sent: int, start: Callable[[], Callable[[], Tensor]]) -> Pending:
         name = f"{operation} {self.axis}"
         begin = perf_counter()
         finish = start()
@@ -118,6 +131,40 @@ class Group(ABC):
             return Pending(lambda: x)
         return self._pending("all_to_all", x.nbytes, lambda: self._all_to_all(x, torch.empty_like(x)))
 
+    def exchange(self, x: Tensor, counts: Counts) -> Pending:
+        """Send row runs of ``x`` [sent, ...] (cut along dim 0 in rank order, run j to rank j); returns [received, ...].
+
+        Zero rows are as good as any number: a rank may send or receive nothing at all.
+        """
+        self._fits(x, sum(counts[self.index]), "exchange")
+        if self.size == 1:
+            return Pending(lambda: x)
+        out = x.new_empty((sum(row[self.index] for row in counts), *x.shape[1:]))
+        sent = x.shape[0] - counts[self.index][self.index]
+        return self._uneven("exchange", sent, x, lambda: self._exchange(x, out, counts))
+
+    def gather_rows(self, x: Tensor, counts: Sequence[int]) -> Pending:
+        """Concatenate the ranks' ``x`` [counts[index], ...] to [sum(counts), ...]."""
+        self._fits(x, counts[self.index], "gather_rows")
+        if self.size == 1:
+            return Pending(lambda: x)
+        out = x.new_empty((sum(counts), *x.shape[1:]))
+        sent = x.shape[0] * (self.size - 1)
+        return self._uneven("gather_rows", sent, x, lambda: self._gather_rows(x, out, counts))
+
+    def scatter_rows(self, x: Tensor, counts: Sequence[int]) -> Pending:
+        """Sum ``x`` [sum(counts), ...] over the ranks (in rank order); this one gets its [counts[index], ...] rows."""
+        self._fits(x, sum(counts), "scatter_rows")
+        if self.size == 1:
+            return Pending(lambda: x)
+        out = x.new_empty((counts[self.index], *x.shape[1:]))
+        sent = x.shape[0] - counts[self.index]
+        return self._uneven("scatter_rows", sent, x, lambda: self._scatter_rows(x, out, counts))
+
+    def _fits(self, x: Tensor, rows: int, operation: str) -> None:
+        if x.shape[0] != rows:
+            raise RankError(f"{operation} over {self.axis}: {x.shape[0]} rows where the counts say {rows}")
+
     def barrier(self) -> None:
         """Return when all ranks have come here."""
         # The copy to the host waits for a GPU's stream, on which the operation is only ordered.
@@ -139,6 +186,15 @@ class Group(ABC):
 
     @abstractmethod
     def _all_to_all(self, x: Tensor, out: Tensor) -> Callable[[], Tensor]: ...
+
+    @abstractmethod
+    def _exchange(self, x: Tensor, out: Tensor, counts: Counts) -> Callable[[], Tensor]: ...
+
+    @abstractmethod
+    def _gather_rows(self, x: Tensor, out: Tensor, counts: Sequence[int]) -> Callable[[], Tensor]: ...
+
+    @abstractmethod
+    def _scatter_rows(self, x: Tensor, out: Tensor, counts: Sequence[int]) -> Callable[[], Tensor]: ...
 
 
 @final
@@ -163,4 +219,13 @@ class Alone(Group):
         return lambda: x
 
     def _all_to_all(self, x: Tensor, out: Tensor) -> Callable[[], Tensor]:
+        return lambda: x
+
+    def _exchange(self, x: Tensor, out: Tensor, counts: Counts) -> Callable[[], Tensor]:
+        return lambda: x
+
+    def _gather_rows(self, x: Tensor, out: Tensor, counts: Sequence[int]) -> Callable[[], Tensor]:
+        return lambda: x
+
+    def _scatter_rows(self, x: Tensor, out: Tensor, counts: Sequence[int]) -> Callable[[], Tensor]:
         return lambda: x

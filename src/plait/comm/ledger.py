@@ -27,7 +27,10 @@ class Ledger:
 
     def add(self, axis: str, operation: str, phase: str, size: int, tensor_bytes: int) -> int:
         """Book one call on a tensor of ``tensor_bytes`` over ``size`` ranks; returns the bytes this rank sends."""
-        sent = WIRE[operation](size, tensor_bytes)
+        return self.add_sent(axis, operation, phase, WIRE[operation](size, tensor_bytes))
+
+    def add_sent(self, axis: str, operation: str, phase: str, sent: int) -> int:
+        """Book one call in which this rank sends ``sent`` bytes: operations whose ranks send unlike amounts."""
         self.bytes[axis, operation, phase] += sent
         self.calls[axis, operation, phase] += 1
         return sent

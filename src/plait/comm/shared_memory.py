@@ -9,16 +9,17 @@ a thread.
 
 from __future__ import annotations
 
+import math
 import sys
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import final
 
 import torch
 from torch import Tensor
 
-from plait.comm.group import Book, Group, Reduction
+from plait.comm.group import Book, Counts, Group, Reduction
 from plait.comm.ring import Ring, chunks, wait_until
 
 
@@ -40,11 +41,20 @@ class SharedMemoryGroup(Group):
         return torch.device("cpu")
 
     def _start(
-        self, name: str, nbytes: int, write: Callable[[Tensor], None], read: Callable[[list[Tensor]], None]
+        self,
+        name: str,
+        sizes: int | Sequence[int],
+        write: Callable[[Tensor], None],
+        read: Callable[[list[Tensor]], None],
     ) -> int:
-        """Publish ``nbytes`` filled by ``write``; ``read`` gets all members' bytes when they are there."""
+        """Publish this rank's bytes, filled by ``write``; ``read`` gets all members' bytes when they are there.
+
+        ``sizes``: bytes of each member, or one number for all.
+        """
         self._operation += 1
         operation = self._operation
+        expected = [sizes] * self.size if isinstance(sizes, int) else sizes
+        nbytes = expected[self.index]
         offset: int | None = None
 
         def reserved() -> bool:
@@ -60,7 +70,7 @@ class SharedMemoryGroup(Group):
         self._mine.publish(operation, offset, nbytes)
 
         def finish() -> None:
-            read([ring.find(operation, nbytes) for ring in self._rings])
+            read([ring.find(operation, size) for ring, size in zip(self._rings, expected, strict=True)])
 
         self._unfinished.append((operation, finish))
         return operation
@@ -139,10 +149,17 @@ class SharedMemoryGroup(Group):
         return self._finisher("reduce_scatter", operation, out)
 
     def _all_gather(self, x: Tensor, out: Tensor) -> Callable[[], Tensor]:
-        flat, rows = x.view(-1), out.view(self.size, -1)
-        in_place = rows[self.index].data_ptr() == flat.data_ptr()
+        return self._gathered("all_gather", x, out, [x.shape[0]] * self.size)
+
+    def _gather_rows(self, x: Tensor, out: Tensor, counts: Sequence[int]) -> Callable[[], Tensor]:
+        return self._gathered("gather_rows", x, out, counts)
+
+    def _gathered(self, name: str, x: Tensor, out: Tensor, counts: Sequence[int]) -> Callable[[], Tensor]:
+        flat, parts = x.view(-1), [part.view(-1) for part in torch.split(out, list(counts))]
+        in_place = parts[self.index].data_ptr() == flat.data_ptr()
+        width = x.element_size()
         operation = 0
-        for begin, end in chunks(flat.numel(), x.element_size()):
+        for begin, end in chunks(max(part.numel() for part in parts), width):
 
             def write(slot: Tensor, begin: int = begin, end: int = end) -> None:
                 slot.view(x.dtype).copy_(flat[begin:end])
@@ -150,27 +167,100 @@ class SharedMemoryGroup(Group):
             def read(slots: list[Tensor], begin: int = begin, end: int = end) -> None:
                 for index, slot in enumerate(slots):
                     if index != self.index:
-                        rows[index, begin:end].copy_(slot.view(x.dtype))
+                        parts[index][begin:end].copy_(slot.view(x.dtype))
                     elif not in_place:
-                        rows[index, begin:end].copy_(flat[begin:end])
+                        parts[index][begin:end].copy_(flat[begin:end])
 
-            operation = self._start("all_gather", (end - begin) * x.element_size(), write, read)
-        return self._finisher("all_gather", operation, out)
+            sizes = [part[begin:end].numel() * width for part in parts]
+            operation = self._start(name, sizes, write, read)
+        return self._finisher(name, operation, out)
 
     def _all_to_all(self, x: Tensor, out: Tensor) -> Callable[[], Tensor]:
-        parts, rows = x.view(self.size, -1), out.view(self.size, -1)
+        return self._exchanged("all_to_all", x, out, [[x.shape[0] // self.size] * self.size] * self.size)
+
+    def _exchange(self, x: Tensor, out: Tensor, counts: Counts) -> Callable[[], Tensor]:
+        return self._exchanged("exchange", x, out, counts)
+
+    def _exchanged(self, name: str, x: Tensor, out: Tensor, counts: Counts) -> Callable[[], Tensor]:
+        runs = _Runs(counts, x, self.index)
+        parts = [part.view(-1) for part in torch.split(x, list(counts[self.index]))]
+        into = [part.view(-1) for part in torch.split(out, [row[self.index] for row in counts])]
+        into[self.index].copy_(parts[self.index])
+
+        def read(slots: list[Tensor], begin: int, end: int) -> None:
+            for index, slot in enumerate(slots):
+                if index != self.index:
+                    into[index][begin:end].copy_(runs.own(slot, index, begin, end))
+
+        return self._exchange_runs(name, runs, parts, read, out)
+
+    def _scatter_rows(self, x: Tensor, out: Tensor, counts: Sequence[int]) -> Callable[[], Tensor]:
+        runs = _Runs([counts] * self.size, x, self.index)
+        parts, into = [part.view(-1) for part in torch.split(x, list(counts))], out.view(-1)
+
+        def read(slots: list[Tensor], begin: int, end: int) -> None:
+            terms = [runs.own(slot, index, begin, end) for index, slot in enumerate(slots) if index != self.index]
+            terms.insert(self.index, parts[self.index][begin:end])
+            _reduce(terms, into[begin:end], "sum")
+
+        return self._exchange_runs("scatter_rows", runs, parts, read, out)
+
+    def _exchange_runs(
+        self,
+        name: str,
+        runs: _Runs,
+        parts: list[Tensor],
+        read: Callable[[list[Tensor], int, int], None],
+        out: Tensor,
+    ) -> Callable[[], Tensor]:
+        """Publish a chunk of every run to another rank at a time; ``read`` takes what came for this one."""
         operation = 0
-        for begin, end in chunks(parts.shape[1], x.element_size() * self.size):
+        for begin, end in chunks(runs.longest, runs.width * max(1, self.size - 1)):
 
             def write(slot: Tensor, begin: int = begin, end: int = end) -> None:
-                slot.view(x.dtype).view(self.size, -1).copy_(parts[:, begin:end])
+                for index, part in enumerate(parts):
+                    if index != self.index:
+                        runs.run(slot, self.index, index, begin, end).copy_(part[begin:end])
 
-            def read(slots: list[Tensor], begin: int = begin, end: int = end) -> None:
-                for index, slot in enumerate(slots):
-                    rows[index, begin:end].copy_(slot.view(x.dtype).view(self.size, -1)[self.index])
+            def take(slots: list[Tensor], begin: int = begin, end: int = end) -> None:
+                read(slots, begin, end)
 
-            operation = self._start("all_to_all", (end - begin) * x.element_size() * self.size, write, read)
-        return self._finisher("all_to_all", operation, out)
+            sizes = [runs.chunk_bytes(index, begin, end) for index in range(self.size)]
+            operation = self._start(name, sizes, write, take)
+        return self._finisher(name, operation, out)
+
+
+@final
+class _Runs:
+    """Where the runs of elements that ranks send each other lie in the ranks' slots: one behind the other, without the
+    rank's own."""
+
+    def __init__(self, counts: Counts, x: Tensor, index: int) -> None:
+        row = math.prod(x.shape[1:])
+        self._elements = [
+            [0 if to == source else count * row for to, count in enumerate(sent)] for source, sent in enumerate(counts)
+        ]
+        self._dtype = x.dtype
+        self._index = index
+        self.width = x.element_size()
+        self.longest = max(map(max, self._elements))
+
+    def _sizes(self, source: int, begin: int, end: int) -> list[int]:
+        return [max(0, min(end, elements) - begin) for elements in self._elements[source]]
+
+    def chunk_bytes(self, source: int, begin: int, end: int) -> int:
+        """Bytes that rank ``source`` publishes for elements begin..end of each of its runs."""
+        return sum(self._sizes(source, begin, end)) * self.width
+
+    def run(self, slot: Tensor, source: int, to: int, begin: int, end: int) -> Tensor:
+        """Elements begin..end, as far as there are any, of the run from ``source`` to ``to`` in ``source``'s slot."""
+        sizes = self._sizes(source, begin, end)
+        start = sum(sizes[:to])
+        return slot.view(self._dtype)[start : start + sizes[to]]
+
+    def own(self, slot: Tensor, source: int, begin: int, end: int) -> Tensor:
+        """`run` to this rank."""
+        return self.run(slot, source, self._index, begin, end)
 
 
 def _reduce(rows: list[Tensor], out: Tensor, op: Reduction) -> None:

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from plait.comm.group import Book, Group, Pending, Reduction
+from plait.comm.group import Book, Counts, Group, Pending, Reduction
 from plait.core.errors import RankError
 
 
@@ -64,6 +64,36 @@ class TorchGroup(Group):
 
     def _all_to_all(self, x: Tensor, out: Tensor) -> Callable[[], Tensor]:
         return self._done(dist.all_to_all_single(out, x, group=self._group, async_op=True), out, "all_to_all")
+
+    def _exchange(self, x: Tensor, out: Tensor, counts: Counts) -> Callable[[], Tensor]:
+        return self._send_runs(x, out, counts[self.index], [row[self.index] for row in counts], "exchange")
+
+    def _send_runs(
+        self, x: Tensor, out: Tensor, sent: Sequence[int], received: Sequence[int], what: str
+    ) -> Callable[[], Tensor]:
+        work = dist.all_to_all_single(out, x, list(received), list(sent), group=self._group, async_op=True)
+        return self._done(work, out, what)
+
+    # gloo's all-gather takes no uneven parts, and padding would send more bytes than are there: both row operations
+    # are exchanges, which send exactly what the bandwidth-optimal algorithms do.
+
+    def _gather_rows(self, x: Tensor, out: Tensor, counts: Sequence[int]) -> Callable[[], Tensor]:
+        copies = x.repeat(self.size, *[1] * (x.dim() - 1))
+        return self._send_runs(copies, out, [x.shape[0]] * self.size, counts, "gather_rows")
+
+    def _scatter_rows(self, x: Tensor, out: Tensor, counts: Sequence[int]) -> Callable[[], Tensor]:
+        terms = x.new_empty((self.size, *out.shape))
+        received = [out.shape[0]] * self.size
+        arrived = self._send_runs(x, terms.view(-1, *out.shape[1:]), counts, received, "scatter_rows")
+
+        def finish() -> Tensor:
+            arrived()
+            torch.add(terms[0], terms[1], out=out)
+            for term in terms[2:]:
+                out.add_(term)
+            return out
+
+        return finish
 
 
 @final
