@@ -67,19 +67,20 @@ class _Inject(torch.autograd.Function):
         return grad_NE + extra_NE, None
 
 
-def identity(rows: Tensor) -> Tensor:
+def identity(rows: Tensor, batch: Batch) -> Tensor:
     """The seams of `Router` on one device: a rank's rows are all rows."""
     return rows
 
 
-def within_capacity(experts_NK: Tensor, score_NK: Tensor | None, samples: int, experts: int, limit: int) -> Tensor:
-    """bool [N, K]: which assignments are among the first ``limit`` of their expert in their sample.
+def within_capacity(experts_NK: Tensor, score_NK: Tensor | None, experts: int, limit_B: Tensor) -> Tensor:
+    """bool [N, K]: which assignments are among the first ``limit`` (int64, one a sample) of their expert in their sample.
 
     ``experts_NK`` holds the rows of whole samples, one sample after the other; ``experts`` stands in it for padding,
     which is never kept. The first are those of the highest ``score_NK`` (of equal ones the earlier row and choice), or
     for None those of the earlier rows.
     """
     rows, top_k = experts_NK.shape
+    samples = limit_B.numel()
     sample_N = torch.arange(samples, device=experts_NK.device).repeat_interleave(rows // max(samples, 1))
     queue = (sample_N[:, None] * (experts + 1) + experts_NK).flatten()
     order = torch.arange(rows * top_k, device=queue.device)
@@ -90,7 +91,7 @@ def within_capacity(experts_NK: Tensor, score_NK: Tensor | None, samples: int, e
     begins = lengths.cumsum(0) - lengths
     place = torch.empty_like(queue)
     place[order] = torch.arange(rows * top_k, device=queue.device) - begins[queue[order]]
-    return (place < limit).view(rows, top_k) & (experts_NK < experts)
+    return (place.view(rows, top_k) < limit_B[sample_N][:, None]) & (experts_NK < experts)
 
 
 class Router(nn.Module):
@@ -109,8 +110,8 @@ class Router(nn.Module):
         self.weight = nn.Parameter(torch.empty(config.num_experts, hidden_size))
         bias = torch.empty(config.num_experts) if config.bias else None
         self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
-        self.gather: Callable[[Tensor], Tensor] = identity
-        self.mine: Callable[[Tensor], Tensor] = identity
+        self.gather: Callable[[Tensor, Batch], Tensor] = identity
+        self.mine: Callable[[Tensor, Batch], Tensor] = identity
         self.recording = True
         """Off while a block is computed again: what its rows add to the sums has been added."""
         # No buffers: they are real where a model is built on meta, and keep their dtype where it is cast.
@@ -167,13 +168,15 @@ class Router(nn.Module):
             return None if real_N is None else real_N[:, None].expand_as(experts_NK)
         if real_N is not None:
             experts_NK = experts_NK.masked_fill(~real_N[:, None], config.num_experts)
-        whole_NK = self.gather(experts_NK)
+        whole_NK = self.gather(experts_NK, batch)
         samples = batch.tokens_BT.shape[0]
-        # As typed: in binary, 1.1 of 10 would make 12.
-        share = Fraction(str(config.capacity_factor)) * config.top_k * (whole_NK.shape[0] // max(samples, 1))
-        by_score = self.gather(score_NK) if config.drop == "score" else None
-        limit = math.ceil(share / config.num_experts)
-        return self.mine(within_capacity(whole_NK, by_score, samples, config.num_experts, limit))
+        # As typed: in binary, 1.1 of 10 would make 12. Padding, which depends on the cut, adds nothing.
+        share = Fraction(str(config.capacity_factor)) * config.top_k / config.num_experts
+        real_B = (whole_NK[:, 0] < config.num_experts).view(samples, -1).sum(1)
+        limit_B = -(-real_B * share.numerator // share.denominator)
+        by_score = self.gather(score_NK, batch) if config.drop == "score" else None
+        kept_NK = within_capacity(whole_NK, by_score, config.num_experts, limit_B)
+        return self.mine(kept_NK, batch)
 
     @torch.no_grad()
     def _loss_gradient(self, logits_NE: Tensor, real_N: Tensor | None, batch: Batch) -> Tensor:

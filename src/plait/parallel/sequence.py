@@ -68,8 +68,8 @@ class SharedByHeads(nn.Module):
 class WholeSamples:
     """Brings rows that lie on ``tp`` and ``cp`` together to those of whole samples, and finds this rank's among them.
 
-    Rows of a microbatch of B samples: each rank of ``tp`` holds a run of the [B, T/cp] rows of its rank of ``cp``, whose
-    columns ``order_T`` names in the order of ``cp``'s ranks.
+    Rows of a microbatch of B samples: each rank of ``tp`` holds a run of the [B, T/cp] rows of its rank of ``cp``;
+    ``order(T)`` names the columns in the order of ``cp``'s ranks.
     """
 
     def __init__(self, tp: Group, cp: Group, order: Callable[[int], Tensor]) -> None:
