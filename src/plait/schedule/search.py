@@ -23,11 +23,11 @@ _GAIN = 1e-9
 
 def search(
     costs: Sequence[Cost],
-    *,
     ranks: int,
     microbatches: int,
     placement: Sequence[int] | None = None,
     live_limit: int | None = None,
+    *,
     transfer: float | Sequence[float] = 0,
 ) -> Schedule:
     """A schedule, named ``auto``, that takes no longer by `simulate` than any named one that fits.
