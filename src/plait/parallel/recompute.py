@@ -5,6 +5,8 @@ Chen et al. 2016, arXiv:1604.06174; selective: Korthikanti et al. 2022, arXiv:22
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import final
 
 from torch import Tensor, nn
@@ -13,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from plait.models.attention import Attend, Rope
 from plait.models.batch import Batch
 from plait.models.decoder import Block
+from plait.models.router import Router
 
 
 @final
@@ -27,16 +30,43 @@ class RecomputedBlock(nn.Module):
         self._block = (block,)
 
     def forward(self, h_ND: Tensor, rope: Rope | None, batch: Batch) -> Tensor:
+        block = self._block[0]
+
+        def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+            """Around the first computation, and around the second."""
+            return nullcontext(), _unrecorded(block)
+
         # Nothing random is replayed: dropout is a function of the batch.
-        out: Tensor = checkpoint(self._block[0], h_ND, rope, batch, use_reentrant=False, preserve_rng_state=False)
+        out: Tensor = checkpoint(
+            block, h_ND, rope, batch, use_reentrant=False, preserve_rng_state=False, context_fn=contexts
+        )
         return out
+
+
+@contextmanager
+def _unrecorded(block: nn.Module) -> Iterator[None]:
+    """Routers do not count again what they have counted (case P17)."""
+    routers = [module for module in block.modules() if isinstance(module, Router)]
+    for router in routers:
+        router.recording = False
+    try:
+        yield
+    finally:
+        # Also where the computation is broken off, as soon as it has made what backward needs.
+        for router in routers:
+            router.recording = True
 
 
 @final
 class RecomputedAttend(Attend):
-    """Attention whose core keeps q, k and v alone."""
+    """Attention whose core keeps q, k and v alone; ``core`` is any way to attend, None the one of one device."""
+
+    def __init__(self, window: int | None, core: Attend | None = None) -> None:
+        super().__init__(window)
+        self.core = Attend(window) if core is None else core
 
     def forward(self, q_BHTE: Tensor, k_BKTE: Tensor, v_BKTE: Tensor, batch: Batch) -> Tensor:
-        core = super().forward
-        out: Tensor = checkpoint(core, q_BHTE, k_BKTE, v_BKTE, batch, use_reentrant=False, preserve_rng_state=False)
+        out: Tensor = checkpoint(
+            self.core, q_BHTE, k_BKTE, v_BKTE, batch, use_reentrant=False, preserve_rng_state=False
+        )
         return out
