@@ -1,78 +1,120 @@
-"""`parallelize`: cuts a model by a plan. The only file that knows every strand."""
+"""`parallelize`: cuts a model by a plan. The only file that, with `plait.parallel.cut`, knows every strand."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from typing import final
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from plait.comm.group import Group
 from plait.comm.world import World
 from plait.core.errors import ConfigError, PlanError
 from plait.core.legal import check
 from plait.core.plan import Plan
-from plait.core.shard import Piece, ShardSpec, split
 from plait.models.batch import IGNORE, Batch
-from plait.models.config import ModelConfig, canonical_name
-from plait.models.decoder import Block, Decoder
+from plait.models.config import ModelConfig
+from plait.models.decoder import Decoder
 from plait.models.init import WeightSource
-from plait.models.layers import Dropout, SectionedLinear
-from plait.parallel.flat import Held
+from plait.models.moe import Sums, end_step, routers
+from plait.models.router import Router
+from plait.parallel.context import take
+from plait.parallel.cut import Cutter
 from plait.parallel.grads import Deferred
 from plait.parallel.layout import build_schedule, model_shape, placement, stage_bounds, stage_layers
-from plait.parallel.linear import ColumnLinear, RowLinear
 from plait.parallel.pipeline import Executor, Stage
-from plait.parallel.recompute import RecomputedAttend, RecomputedBlock
-from plait.parallel.rules import DATA_AXES, Form, rule_of, spec_of
-from plait.parallel.sequence import SequenceDropout, SequencePositions
-from plait.parallel.vocab import VocabCrossEntropy, VocabEmbedding
+from plait.parallel.precision import DTYPES
+from plait.parallel.rules import DATA_AXES
 from plait.parallel.zero import Zero, holders
 from plait.schedule.ir import Schedule
+from plait.schedule.simulate import Cost
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+ALL = ("pp", "dp", "cp", "tp")
 
 
 @final
 class Parallel:
     """A cut model: this rank's stages, its flat training state, and the executor over them."""
 
-    def __init__(self, config: ModelConfig, plan: Plan, stages: Sequence[Stage], zero: Zero, world: World) -> None:
-        self.config = config
-        self.plan = plan
+    def __init__(self, cutter: Cutter, stages: Sequence[Stage], zero: Zero) -> None:
+        self.config = cutter.config
+        self.plan = cutter.plan
+        self.world = cutter.world
         self.stages = tuple(stages)
         self.zero = zero
-        self.world = world
-        self.executor = Executor(stages, zero, world)
+        self.executor = Executor(stages, zero, self.world)
+        self.costs: Sequence[Cost] | None = None
+        """Measured costs of each stage's actions, the same on all ranks, that ``schedule=auto`` is searched for."""
         self._schedules: dict[tuple[int, bool], Schedule] = {}
+        self._routers: dict[int, Router] = {}
+        for stage in self.stages:
+            self._routers.update(routers(stage.module))
 
     def schedule(self, microbatches: int, *, evaluation: bool = False) -> Schedule:
         """The lowered schedule for a step of ``microbatches``."""
         key = (microbatches, evaluation)
         if key not in self._schedules:
-            self._schedules[key] = build_schedule(self.plan, microbatches, evaluation=evaluation)
+            costs = self.costs
+            self._schedules[key] = build_schedule(self.plan, microbatches, evaluation=evaluation, costs=costs)
         return self._schedules[key]
 
     def forward_backward(self, batches: Sequence[Batch], count: int) -> Tensor:
         """Forward and backward of this rank's microbatches, and the reduction of their gradients.
 
-        ``count``: unmasked targets of the global batch. Returns the fp32 mean loss of the global batch, on every rank.
+        ``batches`` hold whole samples, the same on all ranks of ``cp`` and ``tp``; ``count``: unmasked targets of the
+        global batch. Returns the fp32 mean loss of the global batch, on every rank.
         """
         self._check(batches)
-        book = self.world.book
-        loss = self.executor.run(self.schedule(len(batches)), batches.__getitem__, count=count, sink=book.sink)
+        real = torch.tensor(sum(_real(batch) for batch in batches), dtype=torch.float64, device=self.world.device)
+        total = int(self.world.group("dp").all_reduce(real.view(1)).wait()) if self._routers else None
+        mine = [self.local(batch, total=total) for batch in batches]
+        loss = self.executor.run(self.schedule(len(mine)), mine.__getitem__, count=count, sink=self.world.book.sink)
         self.zero.finish()
         return self.share_loss(loss)[0] / max(count, 1)
 
+    def local(self, batch: Batch, *, total: int | None = None, scale: float = 1.0) -> Batch:
+        """This rank's part of a microbatch of whole samples.
+
+        ``total``: real tokens of the global batch, which losses on routers are means over; ``scale``: the loss scale
+        of the step.
+        """
+        if self.plan.cp > 1:
+            multiple = self.plan.tp if self.plan.sp or self.config.moe is not None else 1
+            batch = take(batch, self.plan.cp, self.world.at["cp"], self.plan.context, multiple=multiple)
+        return dataclasses.replace(batch, total=total, scale=scale)
+
+    def close_routers(self) -> dict[int, Tensor]:
+        """After a step: by global layer, what its router saw in the global batch (see `Sums`), on every rank.
+
+        Routers then have the new loads and biases. Collective over all ranks; nothing without experts.
+        """
+        moe = self.config.moe
+        layers = [layer for layer in range(self.config.num_layers) if self.config.moe_of(layer) is not None]
+        if moe is None or not layers:
+            return {}
+        sums = torch.zeros(len(layers), 3 * moe.num_experts + 3, dtype=torch.float64, device=self.world.device)
+        for row, layer in enumerate(layers):
+            if layer in self._routers:
+                sums[row] = self._routers[layer].stats.to(sums)
+        found = dict(zip(layers, self.world.group(*ALL).all_reduce(sums).wait(), strict=True))
+        for layer, router in self._routers.items():
+            end_step(router, found[layer])
+        return found
+
+    def loads(self, found: Mapping[int, Tensor]) -> dict[int, list[float]]:
+        """Assignments of each expert, by layer, of what `close_routers` found."""
+        return {layer: Sums.of(stats).load_E.tolist() for layer, stats in found.items()}
+
     def _check(self, batches: Sequence[Batch]) -> None:
         """What a run file's data cannot hold, but a caller's own batches can."""
+        divides = self.plan.sp or (self.plan.tp > 1 and self.config.moe is not None)
         for batch in batches:
-            if self.plan.sp and batch.rows % self.plan.tp:
+            if divides and self.plan.cp == 1 and batch.rows % self.plan.tp:
                 raise PlanError(
-                    f"tp={self.plan.tp} with sequence parallel does not divide a microbatch of {batch.rows} tokens; "
-                    "what works: another batch shape, or sequence_parallel=false"
+                    f"tp={self.plan.tp}, whose ranks share rows, does not divide a microbatch of {batch.rows} tokens; "
+                    "what works: another batch shape, or sequence_parallel=false for a model without experts"
                 )
             targets, vocab = batch.targets_BT, self.config.vocab_size
             if bool(((targets != IGNORE) & ((targets < 0) | (targets >= vocab))).any()):
@@ -83,7 +125,7 @@ class Parallel:
     def share_loss(self, loss: Tensor, *others: Tensor) -> Tensor:
         """Sum over all ranks of (``loss`` counted once a tp line, ``others``): one collective for all of them."""
         mine = loss if self.world.at["tp"] == 0 else torch.zeros_like(loss)
-        return self.world.group("pp", "dp", "cp", "tp").all_reduce(torch.stack([mine, *others]).double()).wait()
+        return self.world.group(*ALL).all_reduce(torch.stack([mine, *others]).double()).wait()
 
 
 def parallelize(model: Decoder, plan: Plan, world: World, *, weights: WeightSource | None = None) -> Parallel:
@@ -96,162 +138,43 @@ def parallelize(model: Decoder, plan: Plan, world: World, *, weights: WeightSour
     plan = plan.resolve(world.mesh.world_size)
     assert plan.dp is not None
     # The batch is not known here: what depends on it is checked by whoever knows it.
-    check(plan, model_shape(config), world_size=world.mesh.world_size, global_batch=plan.dp * plan.micro, seq=plan.tp)
+    batch = plan.dp * plan.micro * plan.pp
+    check(plan, model_shape(config), world_size=world.mesh.world_size, global_batch=batch, seq=plan.tp)
     source = weights if weights is not None else _ModelSource(model)
     layers = stage_layers(config, plan)
     homes = placement(plan)
     bounds = stage_bounds(layers)
+    ties = _meet_groups(config, plan, homes, world)
     local = [index for index, home in enumerate(homes) if home == world.at["pp"]]
     deferred = {index: Deferred() for index in local}
-    held: dict[str, Held] = {}
-    modules = {}
-    for index in local:
-        part = take_part(model, bounds[index], first=index == 0, last=index == len(layers) - 1)
-        _cut(part, index, homes, plan, world, deferred[index], held)
-        modules[index] = part
+    cutter = Cutter(config=config, plan=plan, world=world, homes=homes)
+    modules = {index: cutter.cut(model, index, bounds[index], deferred[index]) for index in local}
     zero = Zero(
-        list(held.values()),
+        list(cutter.held.values()),
         level=plan.zero,
         bucket_bytes=int(plan.bucket_mb * 2**20),
         dtype=DTYPES[plan.precision],
         world=world,
-        ties=_meet_groups(config, plan, homes, world),
+        ties=ties,
     )
     _fill(zero, source)
-    stages = [_stage(modules[index], index, len(layers), plan, world, deferred[index]) for index in local]
-    return Parallel(config, plan, stages, zero, world)
+    stages = [_stage(modules[index], index, len(layers), plan, deferred[index]) for index in local]
+    return Parallel(cutter, stages, zero)
 
 
-def take_part(model: Decoder, layers: tuple[int, int], *, first: bool, last: bool) -> Decoder:
-    """The stage of ``model`` with layers start..stop; it shares the model's modules."""
-    with torch.device("meta"):
-        part = Decoder(dataclasses.replace(model.config, num_layers=1, tied=False))
-    part.config = model.config
-    part.layers = nn.ModuleDict({str(i): model.layers[str(i)] for i in range(*layers)})
-    part.embed = model.embed if first else None
-    part.norm = model.norm if last else None
-    part.head = model.head if last else None
-    return part
-
-
-def _cut(
-    part: Decoder,
-    stage: int,
-    homes: tuple[int, ...],
-    plan: Plan,
-    world: World,
-    deferred: Deferred,
-    held: dict[str, Held],
-) -> None:
-    """Replace the modules of one stage by their parallel forms and note every parameter in ``held``."""
-    config, group = part.config, world.group("tp")
-    for path, module in list(part.named_modules()):
-        names = [(attribute, value) for attribute, value in module.named_parameters(recurse=False)]
-        if isinstance(module, Dropout) and plan.sp:
-            _put(part, path, SequenceDropout(module, group))
-        if not names:
-            continue
-        found: dict[str, ShardSpec] = {}
-        for attribute, value in names:
-            name = canonical_name(f"{path}.{attribute}", config)
-            found[attribute] = spec_of(name, tuple(value.shape), config, plan)
-        replacement = _replacement(rule_of(f"{path}.{names[0][0]}").form, module, found["weight"], plan, world, group)
-        if replacement is not module:
-            _put(part, path, replacement)
-        for attribute, value in names:
-            name = canonical_name(f"{path}.{attribute}", config)
-            _hold(held, name, found[attribute], (replacement, attribute), value, stage, homes, world, deferred, config)
-    part.loss = VocabCrossEntropy(group=group, start=_first_token(part.config, world))  # type: ignore[assignment]
-    _recompute(part, plan)
-
-
-def _replacement(form: Form, module: nn.Module, spec: ShardSpec, plan: Plan, world: World, group: Group) -> nn.Module:
-    if form is Form.COLUMN:
-        sections = None
-        if isinstance(module, SectionedLinear):
-            pieces = _pieces(spec, world)
-            sections = tuple(piece.box[0][1] - piece.box[0][0] for piece in pieces) if spec.cuts else module.sections
-        column = ColumnLinear(group=group, sequence=plan.sp, sections=sections)
-        column.register_parameter("bias", None)
-        return column
-    if form is Form.ROW:
-        row = RowLinear(group=group, sequence=plan.sp)
-        row.register_parameter("bias", None)
-        return row
-    if form is Form.VOCABULARY:
-        pieces = _pieces(spec, world)
-        return VocabEmbedding(group=group, sequence=plan.sp, start=pieces[0].box[0][0])
-    if form is Form.POSITIONS and plan.sp:
-        return SequencePositions(group=group)
-    return module
-
-
-def _hold(
-    held: dict[str, Held],
-    name: str,
-    spec: ShardSpec,
-    owner: tuple[nn.Module, str],
-    value: nn.Parameter,
-    stage: int,
-    homes: tuple[int, ...],
-    world: World,
-    deferred: Deferred,
-    config: ModelConfig,
-) -> None:
-    if name in held:
-        known = held[name]
-        known.owners.append(owner)
-        known.uses += 1
-        known.stage = stage if known.stage == stage else None
-        return
-    shared = config.tied and name == "embed.tokens.weight" and homes[0] != homes[-1]
-    held[name] = Held(
-        name=name,
-        spec=spec,
-        shape=spec.local_shape(world.mesh.sizes, world.at),
-        pieces=_pieces(spec, world),
-        stage=stage,
-        tied=shared,
-        counted=not shared or stage == 0,
-        uses=1,
-        owners=[owner],
-        trained=value.requires_grad,
-        deferred=deferred,
-    )
-
-
-def _pieces(spec: ShardSpec, world: World) -> tuple[Piece, ...]:
-    """The blocks of a tensor on this rank. Stages hold different tensors: ``pp`` is no axis that copies lie on."""
-    sizes = {axis: size for axis, size in world.mesh.sizes.items() if axis != "pp"}
-    return spec.pieces(sizes, world.at)
-
-
-def _put(root: nn.Module, path: str, module: nn.Module) -> None:
-    parent, _, name = path.rpartition(".")
-    setattr(root.get_submodule(parent), name, module)
-
-
-def _first_token(config: ModelConfig, world: World) -> int:
-    return split(config.vocab_size, world.mesh.tp, world.at["tp"])[0]
-
-
-def _recompute(part: Decoder, plan: Plan) -> None:
-    for name, block in list(part.layers.items()):
-        assert isinstance(block, Block)
-        mode = plan.recompute_of(int(name))
-        if mode == "selective":
-            block.attn.attend = RecomputedAttend(block.attn.attend.window)
-        elif mode == "full":
-            part.layers[name] = RecomputedBlock(block)
+def _real(batch: Batch) -> int:
+    return batch.rows if batch.real_BT is None else int(batch.real_BT.sum())
 
 
 def _meet_groups(config: ModelConfig, plan: Plan, homes: tuple[int, ...], world: World) -> Group | None:
-    """Make, on all ranks and in one order, every group that gradients meet in; returns the one of tied weights."""
+    """Make, on all ranks and in one order, every group that strands meet in; returns the one of tied weights."""
     mesh = world.mesh
-    world.group(*DATA_AXES)
-    world.group("tp")
-    world.group("pp", "dp", "cp", "tp")
-    if plan.tp > config.num_kv_heads:
+    for axes in (DATA_AXES, ("dp",), ("cp",), ("tp",), ALL):
+        world.group(*axes)
+    if config.moe is not None:
+        for axis in ("edp", "ep", "etp"):
+            world.group(axis)
+    if plan.tp > model_shape(config).num_kv_heads:
         holders(world, "tp", plan.tp // config.num_kv_heads)
     if not config.tied or homes[0] == homes[-1]:
         return None
@@ -262,14 +185,14 @@ def _meet_groups(config: ModelConfig, plan: Plan, homes: tuple[int, ...], world:
 
 def _fill(zero: Zero, source: WeightSource) -> None:
     for one, view, fill in zero.parameters():
-        local = torch.empty(view.shape, dtype=torch.float32, device=view.device)
+        local = torch.empty(one.shape, dtype=torch.float32, device=view.device)
         for piece in one.pieces:
             local[tuple(slice(*edge) for edge in piece.local)] = source.read(one.name, piece.box).to(local)
         with torch.no_grad():
             fill(local)
 
 
-def _stage(part: Decoder, index: int, count: int, plan: Plan, world: World, deferred: Deferred) -> Stage:
+def _stage(part: Decoder, index: int, count: int, plan: Plan, deferred: Deferred) -> Stage:
     hidden, cut = part.config.hidden_size, plan.tp if plan.sp else 1
     return Stage(
         index=index,
@@ -287,14 +210,10 @@ class _ModelSource:
     """The weights of a model that is about to be taken apart."""
 
     def __init__(self, model: Decoder) -> None:
-        self._values = {name: parameter.detach() for name, parameter in _named(model)}
+        self._values = {name: parameter.detach() for name, parameter in model.named_parameters()}
 
     def read(self, name: str, box: tuple[tuple[int, int], ...] | None = None) -> Tensor:
         whole = self._values[name]
         if whole.is_meta:
             raise ValueError(f"parameter {name} is on the meta device: give parallelize() the weights to fill it with")
         return whole if box is None else whole[tuple(slice(*edge) for edge in box)]
-
-
-def _named(model: Decoder) -> Iterable[tuple[str, nn.Parameter]]:
-    return model.named_parameters()

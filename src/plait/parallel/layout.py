@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -13,21 +14,28 @@ from plait.core.facts import ModelShape
 from plait.core.plan import Plan, cut_stages
 from plait.models.config import ModelConfig, parameter_shapes
 from plait.schedule.check import check as check_schedule
-from plait.schedule.generate import forward_only, generate
+from plait.schedule.generate import forward_only, forward_only_v, generate
 from plait.schedule.ir import Action, Kind, Schedule
 from plait.schedule.lower import lower
+from plait.schedule.placement import placement_of, v_shaped
+from plait.schedule.search import search
+from plait.schedule.simulate import Cost
 
 
 def model_shape(config: ModelConfig) -> ModelShape:
     """The numbers of a model that decide which plans are legal."""
+    moe = config.moe
     return ModelShape(
         num_layers=config.num_layers,
         num_heads=config.num_heads,
-        num_kv_heads=config.num_kv_heads,
+        num_kv_heads=config.num_kv_heads if config.mla is None else config.num_heads,
         vocab_size=config.vocab_size,
         ffn_size=config.ffn_size,
         hidden_size=config.hidden_size,
         max_positions=config.max_positions if config.positions == "learned" else 0,
+        num_experts=0 if moe is None else moe.num_experts,
+        expert_ffn=0 if moe is None else moe.ffn_size,
+        shared_ffn=0 if moe is None else moe.shared_ffn,
     )
 
 
@@ -35,10 +43,14 @@ def stage_layers(config: ModelConfig, plan: Plan) -> tuple[int, ...]:
     """Layers of each virtual stage: the plan's own, or balanced by matrix products (the head is worth its product)."""
     if plan.stages is not None:
         return plan.stages
-    hidden, heads = config.hidden_size, config.num_heads + 2 * config.num_kv_heads
-    attention = hidden * config.head_dim * (heads + config.num_heads)
-    layer = attention + hidden * config.ffn_size * (3 if config.activation == "swiglu" else 2)
-    return cut_stages([float(layer)] * config.num_layers, plan.stage_count, 0.0, float(config.vocab_size * hidden))
+    costs = [0.0] * config.num_layers
+    for name, shape in parameter_shapes(config).items():
+        part = name.split(".")
+        if part[0] == "layers" and len(shape) > 1:
+            # Of a layer's experts a token meets some.
+            share = config.moe.top_k / config.moe.num_experts if len(shape) == 3 and config.moe is not None else 1.0
+            costs[int(part[1])] += math.prod(shape) * share
+    return cut_stages(costs, plan.stage_count, 0.0, float(config.vocab_size * config.hidden_size))
 
 
 def stage_bounds(layers: Sequence[int]) -> tuple[tuple[int, int], ...]:
@@ -65,24 +77,50 @@ def stage_parameters(config: ModelConfig, layers: Sequence[int]) -> list[list[st
 def placement(plan: Plan) -> tuple[int, ...]:
     """Pipeline rank of each virtual stage."""
     if plan.schedule_file is None:
-        return tuple(stage % plan.pp for stage in range(plan.stage_count))
+        return placement_of(plan.schedule, plan.pp, plan.virtual)
     return _read_schedule(plan.schedule_file).placement
 
 
-def build_schedule(plan: Plan, microbatches: int, *, evaluation: bool = False) -> Schedule:
-    """The plan's schedule for ``microbatches``, lowered and checked; of forwards alone for an evaluation."""
-    if plan.schedule_file is None:
-        name = "1f1b" if plan.virtual == 1 and plan.schedule == "interleaved" else plan.schedule
-        named = generate(name, ranks=plan.pp, microbatches=microbatches, virtual=plan.virtual)
-        if evaluation:
-            named = forward_only(plan.pp, microbatches, plan.virtual)
-    else:
+def build_schedule(
+    plan: Plan,
+    microbatches: int,
+    *,
+    evaluation: bool = False,
+    costs: Sequence[Cost] | None = None,
+    transfer: float = 0.0,
+) -> Schedule:
+    """The plan's schedule for ``microbatches``, lowered and checked; of forwards alone for an evaluation.
+
+    ``costs`` of each stage, and the time of a ``transfer`` between two, are what ``schedule=auto`` is searched for;
+    None: forward, input and weight gradient cost the same. A schedule of two weight versions (2bw) is no list of one step: see `build_windows`.
+    """
+    if evaluation:
+        named = _evaluation(plan, microbatches)
+    elif plan.schedule_file is not None:
         named = load_schedule(plan, microbatches)
-        if evaluation:
-            named = _forwards(named, microbatches)
+    elif plan.schedule == "auto":
+        named = search(
+            costs or [Cost(forward=1, backward=1, weight=1)] * plan.stage_count,
+            ranks=plan.pp,
+            microbatches=microbatches,
+            placement=placement(plan),
+            live_limit=plan.live,
+            transfer=transfer,
+        )
+    else:
+        name = {"2bw": "1f1b", "interleaved": "1f1b" if plan.virtual == 1 else "interleaved"}.get(plan.schedule)
+        named = generate(name or plan.schedule, ranks=plan.pp, microbatches=microbatches, virtual=plan.virtual)
     lowered = named if named.lowered else lower(named)
     check_schedule(lowered, forward_only=evaluation)
     return lowered
+
+
+def _evaluation(plan: Plan, microbatches: int) -> Schedule:
+    if plan.schedule_file is not None:
+        return _forwards(load_schedule(plan, microbatches), microbatches)
+    if plan.pp > 1 and placement(plan) == v_shaped(plan.pp):
+        return forward_only_v(plan.pp, microbatches)
+    return forward_only(plan.pp, microbatches, plan.virtual)
 
 
 def load_schedule(plan: Plan, microbatches: int) -> Schedule:
