@@ -59,7 +59,7 @@ class Cutter:
         world, plan = self.world, self.plan
         block.attn.attend = context_attend(plan.context, block.attn.attend, world.group("cp"), world.wire)
         if isinstance(block.attn, LatentAttention):
-            block.attn.share = SharedByHeads(group=world.group("tp"), sequence=plan.sp)
+            block.attn.share = SharedByHeads(group=world.group("tp"), sequence=plan.sp)  # type: ignore[assignment]
 
     def _replace(
         self,

@@ -92,7 +92,8 @@ def build_schedule(
     """The plan's schedule for ``microbatches``, lowered and checked; of forwards alone for an evaluation.
 
     ``costs`` of each stage, and the time of a ``transfer`` between two, are what ``schedule=auto`` is searched for;
-    None: forward, input and weight gradient cost the same. A schedule of two weight versions (2bw) is no list of one step: see `build_windows`.
+    None: forward, input and weight gradient cost the same. A schedule of two weight versions (2bw) is no list of one
+    step; shown as if it flushed.
     """
     if evaluation:
         named = _evaluation(plan, microbatches)
