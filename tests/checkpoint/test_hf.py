@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -42,6 +43,40 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }
+QWEN3_MOE: dict[str, Any] = {
+    **SIZES,
+    "num_key_value_heads": 2,
+    "head_dim": 12,
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 12,
+}
+DEEPSEEK: dict[str, Any] = {
+    **SIZES,
+    "num_key_value_heads": 4,
+    "moe_intermediate_size": 12,
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "n_group": 4,
+    "topk_group": 2,
+    "num_experts_per_tok": 3,
+    "first_k_dense_replace": 1,
+    "kv_lora_rank": 16,
+    "q_lora_rank": 12,
+    "qk_rope_head_dim": 4,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 6,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 1000.0,
+        "factor": 4.0,
+        "mscale": 1.0,
+        "mscale_all_dim": 0.7,
+        "beta_fast": 8,
+        "beta_slow": 1,
+        "original_max_position_embeddings": 16,
+    },
+}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama2": ("LlamaConfig", {**SIZES, "num_key_value_heads": 4}),
     "llama3-gqa-tied": (
@@ -74,6 +109,46 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "qwen3": ("Qwen3Config", {**SIZES, "num_key_value_heads": 2, "head_dim": 12}),
     "qwen3-tied": ("Qwen3Config", {**SIZES, "num_key_value_heads": 4, "head_dim": 16, "tie_word_embeddings": True}),
+    "mixtral": ("MixtralConfig", {**SIZES, "num_key_value_heads": 2, "num_local_experts": 4}),
+    "mixtral-window": (
+        "MixtralConfig",
+        {**SIZES, "num_key_value_heads": 2, "num_local_experts": 5, "num_experts_per_tok": 3, "sliding_window": 5},
+    ),
+    "qwen3-moe": ("Qwen3MoeConfig", {**QWEN3_MOE, "norm_topk_prob": True, "mlp_only_layers": [1]}),
+    "qwen3-moe-plain-weights": (
+        "Qwen3MoeConfig",
+        {**QWEN3_MOE, "norm_topk_prob": False, "decoder_sparse_step": 2, "tie_word_embeddings": True},
+    ),
+    "deepseek-v3": ("DeepseekV3Config", DEEPSEEK),
+    "deepseek-v3-plain": (
+        "DeepseekV3Config",
+        {
+            **DEEPSEEK,
+            "q_lora_rank": None,
+            "n_group": 1,
+            "topk_group": 1,
+            "n_shared_experts": 2,
+            "first_k_dense_replace": 0,
+            "norm_topk_prob": False,
+            "routed_scaling_factor": 1.5,
+            "rope_interleave": False,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 100.0},
+        },
+    ),
+    "qwen3-yarn": (
+        "Qwen3Config",
+        {
+            **SIZES,
+            "num_key_value_heads": 2,
+            "head_dim": 12,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 1000.0,
+                "factor": 4.0,
+                "original_max_position_embeddings": 16,
+            },
+        },
+    ),
     "gpt2": ("GPT2Config", GPT2_SIZES),
     "gpt2-untied": ("GPT2Config", {**GPT2_SIZES, "tie_word_embeddings": False, "activation_function": "gelu"}),
 }
@@ -101,6 +176,9 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Saved]:
                 for parameter in model.parameters():
                     # transformers starts biases at 0 and norms at 1, which would hide a mistaken mapping.
                     parameter.add_(torch.randn_like(parameter), alpha=0.1)
+                for name, buffer in model.named_buffers():
+                    if name.endswith("e_score_correction_bias"):
+                        buffer.copy_(torch.randn_like(buffer) * 0.1)
                 logits = model(TOKENS).logits.flatten(0, 1)
             folder = tmp_path_factory.mktemp(name)
             model.save_pretrained(folder)
@@ -165,11 +243,11 @@ def boxes(shape: tuple[int, ...]) -> list[Box]:
     spans = [(0, rows), (1, rows - 1), (rows // 3, 2 * rows // 3 + 1), (rows // 2, rows // 2), (rows - 1, rows)]
     if len(shape) == 1:
         return [(span,) for span in spans]
-    columns = [(0, shape[1]), (3, shape[1] - 5), (2, 2)]
-    return [(span, column) for span in spans for column in columns]
+    rest = [[(0, size), (3, size - 5), (2, 2)] for size in shape[1:]]
+    return list(itertools.product(spans, *rest))
 
 
-@pytest.mark.parametrize("name", ["llama-mqa-biases-linear", "gpt2", "qwen3"])
+@pytest.mark.parametrize("name", ["llama-mqa-biases-linear", "gpt2", "qwen3", "mixtral-window", "deepseek-v3"])
 def test_slices_are_slices_of_the_whole(name: str, saved: Callable[[str], Saved]) -> None:
     source = HFFolder(saved(name).folder)
     for parameter, shape in parameter_shapes(source.config).items():
@@ -182,8 +260,9 @@ def test_slices_are_slices_of_the_whole(name: str, saved: Callable[[str], Saved]
             assert part.untyped_storage().nbytes() == part.nbytes
 
 
-def test_only_the_stored_slice_is_asked_for(saved: Callable[[str], Saved], monkeypatch: pytest.MonkeyPatch) -> None:
-    source = HFFolder(saved("llama2").folder)
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, object]]:
+    """(stored tensor, index) of every read from here on."""
     asked: list[tuple[str, object]] = []
 
     class Spy:
@@ -210,6 +289,12 @@ def test_only_the_stored_slice_is_asked_for(saved: Callable[[str], Saved], monke
             return part
 
     monkeypatch.setattr(hf_module, "safe_open", Spy)
+    return asked
+
+
+def test_only_the_stored_slice_is_asked_for(saved: Callable[[str], Saved], request: pytest.FixtureRequest) -> None:
+    source = HFFolder(saved("llama2").folder)
+    asked = request.getfixturevalue("asked")
     source.read("layers.1.attn.qkv.weight", ((40, 70), (4, 6)))  # q is 0-32, k 32-64, v 64-96
     prefix = "model.layers.1.self_attn"
     columns = slice(4, 6)
@@ -217,6 +302,44 @@ def test_only_the_stored_slice_is_asked_for(saved: Callable[[str], Saved], monke
         (f"{prefix}.k_proj.weight", (slice(8, 32), columns)),
         (f"{prefix}.v_proj.weight", (slice(0, 6), columns)),
     ]
+
+
+def test_only_the_experts_of_a_box_are_asked_for(saved: Callable[[str], Saved], request: pytest.FixtureRequest) -> None:
+    source = HFFolder(saved("qwen3-moe").folder)
+    asked = request.getfixturevalue("asked")
+    source.read("layers.2.mlp.experts.gate_up", ((5, 7), (4, 20), (0, 32)))  # gate is 0-12, up 12-24
+    prefix = "model.layers.2.mlp.experts"
+    whole = slice(0, 32)
+    assert asked == [
+        (f"{prefix}.5.gate_proj.weight", (slice(4, 12), whole)),
+        (f"{prefix}.5.up_proj.weight", (slice(0, 8), whole)),
+        (f"{prefix}.6.gate_proj.weight", (slice(4, 12), whole)),
+        (f"{prefix}.6.up_proj.weight", (slice(0, 8), whole)),
+    ]
+
+
+def test_layers_that_predict_further_tokens_are_left_out(saved: Callable[[str], Saved], tmp_path: Path) -> None:
+    made = saved("deepseek-v3")
+    tensors = load_file(made.folder / "model.safetensors")
+    tensors["model.layers.3.eh_proj.weight"] = torch.zeros(32, 64)  # published folders hold such a layer
+    save_file(tensors, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text((made.folder / "config.json").read_text())
+    assert "layers.3.norm1.weight" not in parameter_shapes(HFFolder(tmp_path).config)
+    tensors["model.layers.2.eh_proj.weight"] = torch.zeros(32, 64)
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(WeightsError, match=r"first being model\.layers\.2\.eh_proj"):
+        HFFolder(tmp_path)
+
+
+def test_export_keeps_the_bias_of_a_router_in_fp32(saved: Callable[[str], Saved], tmp_path: Path) -> None:
+    source = HFFolder(saved("deepseek-v3").folder)
+    export(source.config, source, tmp_path, dtype=torch.bfloat16)
+    again = HFFolder(tmp_path)
+    bias, weight = "layers.1.mlp.router.bias", "layers.1.mlp.router.weight"
+    assert torch.equal(again.read(bias), source.read(bias))
+    assert again.read(bias).dtype == torch.float32
+    assert again.read(weight).dtype == torch.bfloat16
+    assert json.loads((tmp_path / "config.json").read_text())["torch_dtype"] == "bfloat16"
 
 
 def test_export_casts_and_writes_in_chunks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -260,11 +383,17 @@ def test_keys_without_the_model_prefix_and_old_buffers(
 def test_layout_covers_every_row_once() -> None:
     for config in PRESETS.values():
         for name, pieces in layout(config).items():
-            at = 0
+            shape = parameter_shapes(config)[name]
+            stack = shape[0] if len(shape) == 3 else 1
+            at, whole = 0, tuple((0, size) for size in shape)
             for piece in pieces:
-                assert piece.start == at
-                at += piece.rows
-            assert at == parameter_shapes(config)[name][0]
+                *lead, rows, columns = (*piece.box, (0, 0)) if len(shape) == 1 else piece.box
+                expert, row = divmod(at, shape[-2] if len(shape) > 1 else shape[0])
+                assert lead == ([(expert, expert + 1)] if len(shape) == 3 else [])
+                assert rows[0] == row
+                assert len(shape) == 1 or columns == whole[-1]
+                at += rows[1] - rows[0]
+            assert at == stack * (shape[-2] if len(shape) > 1 else shape[0])
 
 
 @pytest.fixture
@@ -351,7 +480,7 @@ def test_folders_that_are_none(tmp_path: Path, sharded: Path) -> None:
     with pytest.raises(ConfigError, match=r"has no config\.json"):
         HFFolder(tmp_path)
     (tmp_path / "config.json").write_text('{"model_type": "bert"}')
-    with pytest.raises(ConfigError, match="'bert' is not supported: llama, mistral, qwen2, qwen3, gpt2"):
+    with pytest.raises(ConfigError, match="'bert' is not supported: llama, mistral, qwen2"):
         HFFolder(tmp_path)
     (tmp_path / "config.json").write_text((sharded / "config.json").read_text())
     with pytest.raises(WeightsError, match=r"neither model\.safetensors nor"):

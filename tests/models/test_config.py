@@ -37,6 +37,9 @@ SMALL = {
         ("mistral-7b", 7_241_732_096),
         ("qwen2-7b", 7_615_616_512),
         ("qwen3-8b", 8_190_735_360),
+        ("mixtral-8x7b", 46_702_792_704),
+        ("qwen3-30b-a3b", 30_532_122_624),
+        ("deepseek-v3", 671_026_419_200),
     ],
 )
 def test_presets_have_the_published_number_of_parameters(preset: str, count: int) -> None:
@@ -76,8 +79,10 @@ def test_what_cannot_work_is_refused_by_name(change: dict[str, object], message:
 
 
 def test_bad_rope_scaling_is_refused() -> None:
-    with pytest.raises(ValueError, match="'yarn' is not supported"):
-        RopeScaling(kind="yarn", factor=2.0)
+    with pytest.raises(ValueError, match="'dynamic' is not supported"):
+        RopeScaling(kind="dynamic", factor=2.0)
+    with pytest.raises(ValueError, match="beta_fast > beta_slow"):
+        RopeScaling(kind="yarn", factor=2.0, beta_fast=1.0)
     with pytest.raises(ValueError, match="high_freq_factor > low_freq_factor"):
         RopeScaling(kind="llama3", factor=2.0, low_freq_factor=4.0, high_freq_factor=4.0)
 

@@ -77,11 +77,15 @@ def test_qwen_windows() -> None:
 @pytest.mark.parametrize(
     ("mapping", "message"),
     [
-        ({"model_type": "bert"}, "model_type 'bert' is not supported: llama, mistral, qwen2, qwen3, gpt2 are"),
+        (
+            {"model_type": "bert"},
+            "model_type 'bert' is not supported: llama, mistral, qwen2, qwen3, gpt2, mixtral, "
+            "qwen3_moe, deepseek_v3 are",
+        ),
         ({}, "model_type None is not supported"),
         ({**LLAMA, "hidden_size": None}, "config.json of a llama model has no 'hidden_size'"),
         ({**LLAMA, "hidden_act": "relu"}, "hidden_act='relu': only 'silu'"),
-        ({**LLAMA, "rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "rope_type='yarn'"),
+        ({**LLAMA, "rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type='dynamic'"),
         ({**LLAMA, "rope_parameters": {"full_attention": {"rope_theta": 1.0}}}, "for each layer type"),
         ({**LLAMA, "rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor=0.5"),
         ({**GPT2, "activation_function": "relu"}, "activation_function='relu'"),

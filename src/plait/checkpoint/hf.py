@@ -1,11 +1,13 @@
 """Hugging Face folders of safetensors: read by slice, written tensor by tensor. No pickle is ever read.
 
-Three differences to plait's names: q|k|v and gate|up are separate tensors there and sections of one here; GPT-2 stores
-its projections as [in, out] ("Conv1D"); a tied head has no tensor of its own.
+Four differences to plait's names: q|k|v and gate|up are separate tensors there and sections of one here; each expert is
+a tensor there and a part of a stack here; GPT-2 stores its projections as [in, out] ("Conv1D"); a tied head has no
+tensor of its own.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import re
@@ -19,6 +21,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from plait.checkpoint.hf_layout import DTYPE_NAMES, DTYPES, Piece, layout
+from plait.checkpoint.reshard import intersect, relative
 from plait.core.errors import ConfigError, WeightsError
 from plait.models.config import ModelConfig, parameter_shapes
 from plait.models.families import from_hf, to_hf
@@ -30,6 +33,7 @@ _CHUNK = 64 << 20
 """Bytes of a tensor held at a time while it is written."""
 _BUFFERS = re.compile(r"\.attn\.(masked_)?bias$|rotary_emb\.inv_freq$")
 """Masks and frequencies that old versions of transformers stored beside the weights."""
+_LAYER = re.compile(r"(?:model\.)?layers\.(\d+)\.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,6 +99,12 @@ def _stored_tensors(folder: Path) -> tuple[Path, dict[str, _Stored]]:
     return listing, found
 
 
+def _layer_of(key: str) -> int:
+    """Number of the layer that a stored tensor belongs to, -1 for none."""
+    found = _LAYER.match(key)
+    return int(found[1]) if found else -1
+
+
 class HFFolder:
     """A Hugging Face folder as a `WeightSource`. Opening it reads headers alone and checks every name and shape.
 
@@ -119,10 +129,14 @@ class HFFolder:
         for name, pieces in self._layout.items():
             for piece in pieces:
                 self._stored[piece.key] = self._locate(name, piece, listing, stored)
+        self._dtypes = {name: self._dtype(pieces) for name, pieces in self._layout.items()}
         used = {key for key, _ in self._stored.values()}
         spare = [key for key in stored if key not in used and not _BUFFERS.search(key)]
         if self.config.tied:
             spare = [key for key in spare if key != "lm_head.weight"]
+        if self.config.family == "deepseek_v3":
+            # Its layers for predicting further tokens stand behind the last one.
+            spare = [key for key in spare if _layer_of(key) < self.config.num_layers]
         if spare:
             raise WeightsError(
                 f"{listing} holds {len(spare)} tensors that a {self.config.family} model of this config.json has not, "
@@ -141,30 +155,34 @@ class HFFolder:
             return key, found
         raise WeightsError(f"{listing} has no tensor {piece.key} of shape {piece.shape}, which is needed for {name}")
 
+    def _dtype(self, pieces: tuple[Piece, ...]) -> torch.dtype:
+        return functools.reduce(torch.promote_types, (self._stored[piece.key][1].dtype for piece in pieces))
+
     def read(self, name: str, box: Box | None = None) -> Tensor:
         """Values of ``name`` inside ``box`` in their stored dtype; reads the pages of those bytes alone."""
         if name not in self._shapes:
             raise WeightsError(f"{self.path}: a {self.config.family} model of this config.json has no parameter {name}")
         box = check_box(name, self._shapes[name], box)
-        (first, last), *rest = box
-        parts = []
+        # What safetensors gives is a view of the mapped file: this is memory of our own.
+        out = torch.empty([stop - start for start, stop in box], dtype=self._dtypes[name])
         for piece in self._layout[name]:
-            low, high = max(first, piece.start), min(last, piece.start + piece.rows)
-            if low >= high or any(start == stop for start, stop in rest):
+            part = intersect(box, piece.box)
+            if part is None:
                 continue
-            index = (slice(low - piece.start, high - piece.start), *(slice(*span) for span in rest))
-            key, stored = self._stored[piece.key]
-            try:
-                with safe_open(stored.file, framework="pt") as handle:
-                    part: Tensor = handle.get_slice(key)[index[::-1] if piece.transposed else index]
-            except (OSError, SafetensorError) as error:
-                raise WeightsError(f"{stored.file}: {key} cannot be read: {error}") from error
-            parts.append(part.T if piece.transposed else part)
-        if not parts:
-            _, stored = self._stored[self._layout[name][0].key]
-            return torch.empty([stop - start for start, stop in box], dtype=stored.dtype)
-        # What safetensors gives is a view of the mapped file: cat makes it memory of our own.
-        return torch.cat(parts).contiguous()
+            stored = tuple(slice(*span) for span in relative(part, piece.box)[piece.lead :])
+            values = self._slice(piece.key, stored[::-1] if piece.transposed else stored)
+            target = out[tuple(slice(*span) for span in relative(part, box))]
+            target.copy_((values.T if piece.transposed else values).reshape(target.shape))
+        return out
+
+    def _slice(self, piece_key: str, index: tuple[slice, ...]) -> Tensor:
+        key, stored = self._stored[piece_key]
+        try:
+            with safe_open(stored.file, framework="pt") as handle:
+                values: Tensor = handle.get_slice(key)[index]
+                return values
+        except (OSError, SafetensorError) as error:
+            raise WeightsError(f"{stored.file}: {key} cannot be read: {error}") from error
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,7 +201,9 @@ class _Entry:
 def _entries(config: ModelConfig, source: WeightSource, dtype: torch.dtype | None) -> Iterator[_Entry]:
     for name, pieces in layout(config).items():
         corner = tuple((0, 1) for _ in parameter_shapes(config)[name])
-        kept = dtype if dtype is not None else source.read(name, corner).dtype
+        # A router's bias moves by steps that half precision would lose; transformers keeps it in fp32 too.
+        wanted = torch.float32 if name.endswith("router.bias") and dtype is not None else dtype
+        kept = wanted if wanted is not None else source.read(name, corner).dtype
         if kept not in DTYPE_NAMES:
             raise WeightsError(f"{name} is {kept}, which a Hugging Face folder is not written in: give a dtype")
         for piece in pieces:
@@ -195,13 +215,13 @@ def _chunks(entry: _Entry, source: WeightSource) -> Iterator[Tensor]:
     piece = entry.piece
     rows = piece.shape[0]
     step = max(1, _CHUNK * rows // max(1, entry.bytes))
+    dim = piece.lead + 1 if piece.transposed else piece.lead
     for start in range(0, rows, step):
         stop = min(start + step, rows)
-        if piece.transposed:
-            yield source.read(entry.name, ((piece.start, piece.start + piece.rows), (start, stop))).T
-        else:
-            columns = ((0, size) for size in piece.shape[1:])
-            yield source.read(entry.name, ((piece.start + start, piece.start + stop), *columns))
+        box = list(piece.box)
+        box[dim] = (box[dim][0] + start, box[dim][0] + stop)
+        part = source.read(entry.name, tuple(box))
+        yield part.T if piece.transposed else part
 
 
 def _write_file(path: Path, entries: list[_Entry], source: WeightSource) -> None:
@@ -278,7 +298,7 @@ def export(
     if len(groups) > 1:
         total = sum(entry.bytes for group in groups for entry in group)
         _replace_json(folder / _INDEX, {"metadata": {"total_size": total}, "weight_map": placed})
-    kinds = {entry.dtype for group in groups for entry in group}
+    kinds = {entry.dtype for group in groups for entry in group if not entry.name.endswith("router.bias")}
     if len(kinds) == 1:
         described["torch_dtype"] = str(kinds.pop()).removeprefix("torch.")
     _replace_json(folder / "config.json", described)

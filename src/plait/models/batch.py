@@ -28,7 +28,7 @@ class Batch:
     """int64 document number of each token, which attention does not cross; None is one document a sample."""
 
     index_T: torch.Tensor | None = None
-    """int64 [T] index in its whole sample of each column, where this is a part of the samples; None is ``arange(T)``."""
+    """int64 [T] index in its whole sample of each column, where these are a part of it; None is ``arange(T)``."""
     real_BT: torch.Tensor | None = None
     """bool; False for padding, which no router counts and no expert sees; None: all are real."""
     total: int | None = None

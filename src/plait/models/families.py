@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from plait.models.config import FAMILIES, ModelConfig, RopeScaling
+from plait.models.config import FAMILIES, ModelConfig
+from plait.models.families_moe import MOE_FAMILIES, check_experts, experts_from_hf, experts_to_hf, latent_from_hf
+from plait.models.hf_fields import need, only, rope, scaling_to_hf
 
 _GELU = {"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"}
 _ARCHITECTURES = {
@@ -14,13 +16,20 @@ _ARCHITECTURES = {
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
     "gpt2": "GPT2LMHeadModel",
+    "mixtral": "MixtralForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+    "deepseek_v3": "DeepseekV3ForCausalLM",
 }
-_GATED = {"norm": "rmsnorm", "activation": "swiglu", "positions": "rope", "dropout": 0.0}
+_GATED = {"norm": "rmsnorm", "activation": "swiglu", "positions": "rope", "dropout": 0.0, "mla": None}
+_BIASLESS = {"qkv_bias": False, "out_bias": False, "mlp_bias": False}
 _FIXED: dict[str, dict[str, object]] = {
-    "llama": {**_GATED, "qk_norm": False, "sliding_window": None},
-    "mistral": {**_GATED, "qk_norm": False, "qkv_bias": False, "out_bias": False, "mlp_bias": False, "window_from": 0},
-    "qwen2": {**_GATED, "qk_norm": False, "qkv_bias": True, "out_bias": False, "mlp_bias": False},
-    "qwen3": {**_GATED, "qk_norm": True, "mlp_bias": False},
+    "llama": {**_GATED, "moe": None, "qk_norm": False, "sliding_window": None},
+    "mistral": {**_GATED, **_BIASLESS, "moe": None, "qk_norm": False, "window_from": 0},
+    "qwen2": {**_GATED, "moe": None, "qk_norm": False, "qkv_bias": True, "out_bias": False, "mlp_bias": False},
+    "qwen3": {**_GATED, "moe": None, "qk_norm": True, "mlp_bias": False},
+    "mixtral": {**_GATED, **_BIASLESS, "qk_norm": False, "window_from": 0},
+    "qwen3_moe": {**_GATED, "qk_norm": True, "window_from": 0},
+    "deepseek_v3": {"norm": "rmsnorm", "dropout": 0.0, "sliding_window": None},
     "gpt2": {
         "norm": "layernorm",
         "positions": "learned",
@@ -29,46 +38,11 @@ _FIXED: dict[str, dict[str, object]] = {
         "mlp_bias": True,
         "qk_norm": False,
         "sliding_window": None,
+        "moe": None,
+        "mla": None,
     },
 }
 """What a family's Hugging Face form cannot vary."""
-
-
-def _need(mapping: Mapping[str, Any], key: str) -> Any:
-    if mapping.get(key) is None:
-        raise ValueError(f"config.json of a {mapping['model_type']} model has no {key!r}")
-    return mapping[key]
-
-
-def _only(mapping: Mapping[str, Any], key: str, works: object) -> None:
-    """Refuses a switch that changes the mathematics in a way this decoder does not have."""
-    if mapping.get(key, works) != works:
-        raise ValueError(f"config.json has {key}={mapping[key]!r}: only {works!r} is supported")
-
-
-def _rope(mapping: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
-    """Base and scaling; transformers 5 keeps both in ``rope_parameters``, earlier ones in two keys."""
-    given: dict[str, Any] = {**(mapping.get("rope_scaling") or {}), **(mapping.get("rope_parameters") or {})}
-    if any(isinstance(value, Mapping) for value in given.values()):
-        raise ValueError("config.json has rope_parameters for each layer type: only one set is supported")
-    _only(given, "partial_rotary_factor", 1.0)
-    theta = given.get("rope_theta") or mapping.get("rope_theta") or 10000.0
-    kind = given.get("rope_type", given.get("type", "default"))
-    if kind == "default":
-        return float(theta), None
-    if kind == "linear":
-        return float(theta), RopeScaling(kind="linear", factor=float(given["factor"]))
-    if kind != "llama3":
-        raise ValueError(f"config.json has rope_type={kind!r}: 'default', 'linear' and 'llama3' are supported")
-    return float(theta), RopeScaling(
-        kind="llama3",
-        factor=float(given["factor"]),
-        low_freq_factor=float(given["low_freq_factor"]),
-        high_freq_factor=float(given["high_freq_factor"]),
-        original_max_positions=int(
-            given.get("original_max_position_embeddings") or _need(mapping, "max_position_embeddings")
-        ),
-    )
 
 
 def _window(mapping: Mapping[str, Any], layers: int) -> tuple[int | None, int]:
@@ -76,7 +50,9 @@ def _window(mapping: Mapping[str, Any], layers: int) -> tuple[int | None, int]:
     family = mapping["model_type"]
     if family == "mistral":
         return mapping.get("sliding_window", 4096), 0
-    if family == "llama" or not mapping.get("use_sliding_window", False):
+    if family == "mixtral" or (family == "qwen3_moe" and mapping.get("use_sliding_window", False)):
+        return mapping.get("sliding_window", None if family == "mixtral" else 4096), 0
+    if family in ("llama", "deepseek_v3") or not mapping.get("use_sliding_window", False):
         return None, 0
     start = mapping.get("max_window_layers", 28)
     types = mapping.get("layer_types")
@@ -94,19 +70,19 @@ def _from_gpt2(mapping: Mapping[str, Any]) -> ModelConfig:
         ("scale_attn_by_inverse_layer_idx", False),
         ("add_cross_attention", False),
     ):
-        _only(mapping, key, works)
+        only(mapping, key, works)
     activation = mapping.get("activation_function", "gelu_new")
     if activation not in _GELU:
         raise ValueError(f"config.json has activation_function={activation!r}: {', '.join(_GELU)} are supported")
-    hidden = _need(mapping, "n_embd")
+    hidden = need(mapping, "n_embd")
     return ModelConfig(
         family="gpt2",
-        vocab_size=_need(mapping, "vocab_size"),
+        vocab_size=need(mapping, "vocab_size"),
         hidden_size=hidden,
-        num_layers=_need(mapping, "n_layer"),
-        num_heads=_need(mapping, "n_head"),
+        num_layers=need(mapping, "n_layer"),
+        num_heads=need(mapping, "n_head"),
         ffn_size=mapping.get("n_inner") or 4 * hidden,
-        max_positions=_need(mapping, "n_positions"),
+        max_positions=need(mapping, "n_positions"),
         norm="layernorm",
         norm_eps=mapping.get("layer_norm_epsilon", 1e-5),
         activation=_GELU[activation],
@@ -122,34 +98,40 @@ def _from_gpt2(mapping: Mapping[str, Any]) -> ModelConfig:
 
 def _from_gated(mapping: Mapping[str, Any]) -> ModelConfig:
     family = mapping["model_type"]
-    _only(mapping, "hidden_act", "silu")
-    layers, heads = _need(mapping, "num_hidden_layers"), _need(mapping, "num_attention_heads")
-    kv_default = 8 if family == "mistral" else heads
-    head_dim = mapping.get("head_dim") or (128 if family == "qwen3" else 0)
-    bias = bool(mapping.get("attention_bias", False)) and family in ("llama", "qwen3")
-    theta, scaling = _rope(mapping)
+    only(mapping, "hidden_act", "silu")
+    if family == "deepseek_v3":
+        only(mapping, "attention_bias", False)
+    layers, heads = need(mapping, "num_hidden_layers"), need(mapping, "num_attention_heads")
+    kv_default = {"mistral": 8, "mixtral": 8, "qwen3_moe": 4}.get(family, heads)
+    mla = latent_from_hf(mapping)
+    # DeepSeek's own head_dim is that of the rotary part.
+    head_dim = 0 if mla is not None else mapping.get("head_dim") or (128 if family == "qwen3" else 0)
+    bias = bool(mapping.get("attention_bias", False)) and family in ("llama", "qwen3", "qwen3_moe")
+    theta, scaling = rope(mapping, 1e6 if family == "mixtral" else 10000.0)
     window, window_from = _window(mapping, layers)
     return ModelConfig(
         family=family,
-        vocab_size=_need(mapping, "vocab_size"),
-        hidden_size=_need(mapping, "hidden_size"),
+        vocab_size=need(mapping, "vocab_size"),
+        hidden_size=need(mapping, "hidden_size"),
         num_layers=layers,
         num_heads=heads,
-        num_kv_heads=mapping.get("num_key_value_heads") or kv_default,
+        num_kv_heads=heads if mla is not None else mapping.get("num_key_value_heads") or kv_default,
         head_dim=head_dim,
-        ffn_size=_need(mapping, "intermediate_size"),
-        max_positions=_need(mapping, "max_position_embeddings"),
-        norm_eps=mapping.get("rms_norm_eps", 1e-6),
+        ffn_size=need(mapping, "intermediate_size"),
+        max_positions=need(mapping, "max_position_embeddings"),
+        norm_eps=mapping.get("rms_norm_eps", 1e-5 if family == "mixtral" else 1e-6),
         rope_theta=theta,
         rope_scaling=scaling,
         qkv_bias=bias or family == "qwen2",
         out_bias=bias,
         mlp_bias=bool(mapping.get("mlp_bias", False)) and family == "llama",
-        qk_norm=family == "qwen3",
+        qk_norm=family in ("qwen3", "qwen3_moe"),
         tied=mapping.get("tie_word_embeddings", False),
         sliding_window=window,
         window_from=window_from,
         init_std=mapping.get("initializer_range", 0.02),
+        moe=experts_from_hf(mapping),
+        mla=mla,
     )
 
 
@@ -172,7 +154,9 @@ def _check_family(config: ModelConfig) -> None:
                 f"a {config.family} model has no Hugging Face form with {field}={getattr(config, field)!r}: "
                 f"only {value!r}"
             )
-    if config.family in ("llama", "qwen3") and config.qkv_bias != config.out_bias:
+    if config.family in MOE_FAMILIES:
+        check_experts(config)
+    if config.family in ("llama", "qwen3", "qwen3_moe") and config.qkv_bias != config.out_bias:
         raise ValueError(f"a {config.family} model has no Hugging Face form with qkv_bias apart from out_bias")
     if config.family in ("qwen2", "gpt2") and config.head_dim * config.num_heads != config.hidden_size:
         raise ValueError(f"a {config.family} model has no Hugging Face form with head_dim={config.head_dim}")
@@ -222,30 +206,21 @@ def to_hf(config: ModelConfig) -> dict[str, Any]:
         "rms_norm_eps": config.norm_eps,
         "hidden_act": "silu",
         "rope_theta": config.rope_theta,
-        "rope_scaling": _scaling_to_hf(config.rope_scaling),
+        "rope_scaling": scaling_to_hf(config.rope_scaling),
     }
-    if config.family in ("llama", "qwen3"):
+    if config.family == "deepseek_v3":
+        del hf["head_dim"]
+    if config.family in MOE_FAMILIES:
+        hf |= experts_to_hf(config)
+    if config.family in ("llama", "qwen3", "qwen3_moe"):
         hf["attention_bias"] = config.qkv_bias
     if config.family == "llama":
         hf["mlp_bias"] = config.mlp_bias
-    if config.family == "mistral":
+    if config.family in ("mistral", "mixtral"):
         hf["sliding_window"] = config.sliding_window
-    if config.family in ("qwen2", "qwen3"):
+    if config.family in ("qwen2", "qwen3", "qwen3_moe"):
         hf["use_sliding_window"] = config.sliding_window is not None
         hf["sliding_window"] = config.sliding_window
+    if config.family in ("qwen2", "qwen3"):
         hf["max_window_layers"] = config.window_from if config.sliding_window is not None else config.num_layers
     return hf
-
-
-def _scaling_to_hf(scaling: RopeScaling | None) -> dict[str, Any] | None:
-    if scaling is None:
-        return None
-    if scaling.kind == "linear":
-        return {"rope_type": "linear", "factor": scaling.factor}
-    return {
-        "rope_type": "llama3",
-        "factor": scaling.factor,
-        "low_freq_factor": scaling.low_freq_factor,
-        "high_freq_factor": scaling.high_freq_factor,
-        "original_max_position_embeddings": scaling.original_max_positions,
-    }

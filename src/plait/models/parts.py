@@ -97,7 +97,7 @@ class MoEConfig:
     bias: bool = False
     """Whether a bias is added to the scores for the choice alone (arXiv:2408.15664)."""
     capacity_factor: float | None = None
-    """An expert takes at most ``ceil(capacity_factor * K * T / E)`` of the assignments of a sample; None: all."""
+    """An expert takes ``ceil(capacity_factor * K * T / E)`` assignments of a sample of T real tokens; None: all."""
     drop: str = "position"
     """Which assignments stay within the capacity: the first in the sample, or those of the highest ``score``."""
     aux_loss: float = 0.0

@@ -73,7 +73,7 @@ def identity(rows: Tensor, batch: Batch) -> Tensor:
 
 
 def within_capacity(experts_NK: Tensor, score_NK: Tensor | None, experts: int, limit_B: Tensor) -> Tensor:
-    """bool [N, K]: which assignments are among the first ``limit`` (int64, one a sample) of their expert in their sample.
+    """bool [N, K]: which assignments are among the first ``limit_B`` (int64) of their expert in their sample.
 
     ``experts_NK`` holds the rows of whole samples, one sample after the other; ``experts`` stands in it for padding,
     which is never kept. The first are those of the highest ``score_NK`` (of equal ones the earlier row and choice), or
