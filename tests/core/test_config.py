@@ -10,23 +10,37 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from plait.core.config import MODEL_FIELDS, SECTIONS, Config, ModelSection, check_paths, dump, keys, load, markdown
+from plait.core.config import SECTIONS, Config, check_paths, dump, keys, load, loads, markdown
 from plait.core.errors import ConfigError
 from plait.core.plan import Plan
+from plait.core.sections import MODEL_FIELDS, ModelSection, MoESection
 from plait.models.config import ModelConfig
 
 KEYS = """
 model.preset model.hf model.family model.vocab_size model.hidden_size model.num_layers model.num_heads
 model.num_kv_heads model.head_dim model.ffn_size model.max_positions model.norm model.norm_eps model.activation
 model.positions model.rope_theta model.rope_scaling model.qkv_bias model.out_bias model.mlp_bias model.qk_norm
-model.tied model.dropout model.sliding_window model.window_from model.init_std data.tokens data.text data.tokenizer
+model.tied model.dropout model.sliding_window model.window_from model.init_std model.moe model.mla
+data.tokens data.text data.tokenizer
 data.seq data.shuffle data.held_out data.separator train.steps train.global_batch train.seed train.eval_every
 train.eval_batches train.freeze train.trace_step optimizer.lr optimizer.betas optimizer.eps optimizer.weight_decay
-optimizer.clip optimizer.schedule optimizer.warmup optimizer.min_lr_ratio optimizer.decay plan.tp plan.pp plan.dp
+optimizer.clip optimizer.schedule optimizer.warmup optimizer.min_lr_ratio optimizer.decay
+moe.capacity_factor moe.drop moe.aux_loss moe.z_loss moe.bias_balance moe.bias_rate moe.placement
+plan.tp plan.pp plan.dp
 plan.cp plan.context plan.ep plan.expert_tp plan.micro plan.schedule plan.virtual plan.live plan.stages plan.zero
 plan.zero_group plan.gather plan.compress plan.node plan.precision plan.recompute
 plan.sequence_parallel plan.bucket_mb run.dir run.processes run.device run.timeout run.threads
 """
+
+
+SMALL_MODEL = {
+    "vocab_size": 50,
+    "hidden_size": 32,
+    "num_layers": 2,
+    "num_heads": 4,
+    "ffn_size": 48,
+    "max_positions": 64,
+}
 
 
 def written(folder: Path, text: str) -> Path:
@@ -62,7 +76,10 @@ def test_every_key_is_documented() -> None:
 
 def test_model_keys_are_the_fields_of_the_model() -> None:
     kinds = {field.name: str(field.type).removesuffix(" | None") for field in dataclasses.fields(ModelConfig)}
-    assert {name: kind.__name__ for name, (kind, _) in MODEL_FIELDS.items()} == {**kinds, "rope_scaling": "dict"}
+    assert {name: kind.__name__ for name, (kind, _) in MODEL_FIELDS.items()} == {
+        **kinds,
+        **dict.fromkeys(("rope_scaling", "moe", "mla"), "dict"),
+    }
 
 
 # Defaults
@@ -319,3 +336,57 @@ def test_dump_reads_back_equal(config: Config, tmp_path_factory: pytest.TempPath
     path = tmp_path_factory.getbasetemp() / "round.toml"
     path.write_text(dump(config), encoding="utf-8", newline="")
     assert load(path) == config
+
+
+# Experts
+
+
+def test_experts_are_a_table_of_the_model_and_a_section_of_their_training(tmp_path: Path) -> None:
+    text = """
+[model]
+preset = "tiny"
+moe = {num_experts = 4, top_k = 2, ffn_size = 64, dense_layers = [0], score = "sigmoid", bias = true}
+mla = {kv_rank = 8, nope_dim = 8, rope_dim = 4, v_dim = 8}
+[moe]
+capacity_factor = 2
+drop = "score"
+z_loss = 1e-3
+bias_balance = true
+placement = "load"
+"""
+    config = load(written(tmp_path, text))
+    assert config.moe == MoESection(capacity_factor=2.0, drop="score", z_loss=1e-3, bias_balance=True, placement="load")
+    assert loads(dump(config)) == config
+    model = ModelConfig.from_mapping({**SMALL_MODEL, **config.model.fields, "mla": None})
+    assert model.moe is not None
+    assert (model.moe.num_experts, model.moe.dense_layers, model.moe.score) == (4, (0,), "sigmoid")
+    assert load(written(tmp_path, text), ["moe.capacity_factor=none"]).moe.capacity_factor is None
+
+
+def test_experts_are_trained_dropless_and_without_losses_by_default() -> None:
+    assert Config().moe == MoESection(
+        capacity_factor=None,
+        drop="position",
+        aux_loss=0.0,
+        z_loss=0.0,
+        bias_balance=False,
+        bias_rate=1e-3,
+        placement="static",
+    )
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("capacity_factor = 0", "[moe] capacity_factor = 0.0: must be above 0"),
+        ("drop = 'random'", "[moe] drop = 'random': must be one of position, score"),
+        ("aux_loss = -0.1", "[moe] aux_loss = -0.1: must be at least 0"),
+        ("z_loss = -1", "[moe] z_loss = -1.0: must be at least 0"),
+        ("bias_balance = 1", "bias_balance = 1: expected bool, found int"),
+        ("bias_rate = 0", "[moe] bias_rate = 0.0: must be above 0"),
+        ("placement = 'hot'", "[moe] placement = 'hot': must be one of static, load"),
+        ("experts = 8", "unknown key 'experts' in [moe]"),
+    ],
+)
+def test_bad_values_of_experts_are_refused_by_name(line: str, message: str, tmp_path: Path) -> None:
+    assert message in refused(tmp_path, f"[moe]\n{line}\n")

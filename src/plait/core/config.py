@@ -1,24 +1,21 @@
 """`Config`: what a run is, read from a TOML run file. Nested frozen dataclasses; `load` checks, `dump` writes back."""
 
-# ruff: noqa: RUF009 - key() gives dataclasses.field, and sections are immutable
+# ruff: noqa: RUF009 - sections are immutable
 
 from __future__ import annotations
 
 import os
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, get_type_hints
 
 from plait.core.errors import ConfigError
 from plait.core.fields import (
-    Interval,
     Key,
-    check_values,
     describe,
     from_text,
-    key,
     nearest_names,
     toml_lines,
     toml_value,
@@ -27,135 +24,15 @@ from plait.core.fields import (
     without_none,
 )
 from plait.core.plan import Plan
-
-NATURAL = Interval(0)
-POSITIVE = Interval(1)
-SHARE = Interval(0, 1)
-PART = Interval(0, 1, open_high=True)
-
-MODEL_FIELDS: Mapping[str, tuple[type, str]] = {
-    "family": (str, "llama, mistral, qwen2, qwen3 or gpt2: the layout for Hugging Face."),
-    "vocab_size": (int, "Tokens in the vocabulary."),
-    "hidden_size": (int, "Width of the residual stream."),
-    "num_layers": (int, "Decoder layers."),
-    "num_heads": (int, "Query heads."),
-    "num_kv_heads": (int, "Key and value heads; fewer than num_heads: grouped-query attention."),
-    "head_dim": (int, "Width of a head."),
-    "ffn_size": (int, "Width inside the feed-forward layer."),
-    "max_positions": (
-        int,
-        "Longest sequence the model is made for; learned positions end there, rotary ones may go on.",
-    ),
-    "norm": (str, "rmsnorm or layernorm."),
-    "norm_eps": (float, "Added to the variance in norms."),
-    "activation": (str, "swiglu, gelu or gelu_tanh."),
-    "positions": (str, "rope or learned."),
-    "rope_theta": (float, "Base of the rotary frequencies."),
-    "rope_scaling": (dict, "Table of the scaling of rotary frequencies."),
-    "qkv_bias": (bool, "Bias on the query, key and value projections."),
-    "out_bias": (bool, "Bias on the attention output projection."),
-    "mlp_bias": (bool, "Bias on the feed-forward projections."),
-    "qk_norm": (bool, "Norm on queries and keys."),
-    "tied": (bool, "The head shares the embedding's weight."),
-    "dropout": (float, "Share of activations dropped in training."),
-    "sliding_window": (int, "Tokens that attention looks back."),
-    "window_from": (int, "First layer that has the sliding window."),
-    "init_std": (float, "Standard deviation of initial weights."),
-}
-"""Keys of ``[model]`` beside preset and hf: the fields of the model's own configuration, which checks their values."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ModelSection:
-    """The model: a preset, a Hugging Face folder, or its own keys, which go over what preset or hf says."""
-
-    preset: str | None = key(None, 'Name of a built-in model; "tiny" when neither hf nor any size is given.')
-    hf: Path | None = key(None, "Hugging Face folder: its configuration and weights.")
-    fields: Mapping[str, object] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        if self.preset is not None and self.hf is not None:
-            raise ConfigError("[model] preset and hf are both given: keep one")
-        for name in self.fields:
-            if name not in MODEL_FIELDS:
-                raise ConfigError(f"[model] has no size {name!r}; {nearest_names(name, MODEL_FIELDS)}")
-        if self.preset is None and self.hf is None and not self.fields:
-            object.__setattr__(self, "preset", "tiny")
-
-
-@dataclass(frozen=True, kw_only=True)
-class DataSection:
-    """The tokens, and how samples are taken from them. Without tokens and text: Python's own standard library."""
-
-    tokens: Path | None = key(None, "Token file NAME.bin, with NAME.json beside it.")
-    text: Path | None = key(None, "Text file, made into tokens once.")
-    tokenizer: str = key("bytes", "bytes, or the path of a tokenizer.json, for text.")
-    seq: int = key(128, "Tokens in a sample.", within=POSITIVE)
-    shuffle: bool = key(True, "Order samples by a permutation of (seed, epoch); false: in the file's order.")
-    held_out: float = key(0.02, "Share of the samples, at the end, kept for evaluation.", within=PART)
-    separator: int | None = key(
-        None,
-        "Token that ends a document: positions restart after it, attention does not cross it, "
-        "the target that follows it is masked.",
-        within=NATURAL,
-    )
-
-    def __post_init__(self) -> None:
-        check_values(self, "data")
-        if self.tokens is not None and self.text is not None:
-            raise ConfigError("[data] tokens and text are both given: keep one")
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrainSection:
-    """How long, on how much, and what is measured on the way."""
-
-    steps: int = key(100, "Optimizer steps.", within=POSITIVE)
-    global_batch: int = key(16, "Samples a step, over all ranks.", within=POSITIVE)
-    seed: int = key(0, "Seed of weights, data order and dropout.", within=NATURAL)
-    eval_every: int = key(0, "Steps between evaluations on the held-out samples; 0: never.", within=NATURAL)
-    eval_batches: int = key(4, "Global batches in an evaluation.", within=POSITIVE)
-    freeze: tuple[str, ...] = key((), 'Parameters that are not trained, as name patterns like "layers.0.*".')
-    trace_step: int = key(3, "Step whose spans go to trace.json.", within=NATURAL)
-
-    def __post_init__(self) -> None:
-        check_values(self, "train")
-
-
-@dataclass(frozen=True, kw_only=True)
-class OptimizerSection:
-    """AdamW and its learning rate."""
-
-    lr: float = key(3e-4, "Peak learning rate.", within=NATURAL)
-    betas: tuple[float, float] = key((0.9, 0.95), "Decay of Adam's two moments.", within=PART)
-    eps: float = key(1e-8, "Added to the root of the second moment.", within=Interval(0, open_low=True))
-    weight_decay: float = key(0.1, "Decoupled decay, on tensors of two or more dims.", within=NATURAL)
-    clip: float = key(1.0, "Largest global gradient norm; 0: no clipping.", within=NATURAL)
-    schedule: str = key("cosine", "Course of the learning rate.", choices=("constant", "cosine", "wsd"))
-    warmup: int = key(0, "Steps of linear warm-up.", within=NATURAL)
-    min_lr_ratio: float = key(0.1, "Last learning rate as a share of lr (cosine, wsd).", within=SHARE)
-    decay: float = key(0.2, "Share of the steps in which wsd decays.", within=SHARE)
-
-    def __post_init__(self) -> None:
-        check_values(self, "optimizer")
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunSection:
-    """Where the run happens and what it leaves."""
-
-    dir: Path | None = key(None, "Run folder; unset: runs/ and the time.")
-    processes: int | None = key(None, "Local workers; unset: as many as the plan needs.", within=POSITIVE)
-    device: str = key("auto", "Where ranks compute.", choices=("auto", "cpu", "cuda"))
-    timeout: float = key(
-        60.0,
-        "Seconds any wait for another rank may take; text to encode and weights to write take what they need.",
-        within=Interval(0, open_low=True),
-    )
-    threads: int | None = key(None, "Threads a rank on CPU; unset: the cores shared evenly.", within=POSITIVE)
-
-    def __post_init__(self) -> None:
-        check_values(self, "run")
+from plait.core.sections import (
+    MODEL_FIELDS,
+    DataSection,
+    ModelSection,
+    MoESection,
+    OptimizerSection,
+    RunSection,
+    TrainSection,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,6 +43,7 @@ class Config:
     data: DataSection = DataSection()
     train: TrainSection = TrainSection()
     optimizer: OptimizerSection = OptimizerSection()
+    moe: MoESection = MoESection()
     plan: Plan = Plan()
     run: RunSection = RunSection()
 
@@ -187,6 +65,7 @@ SECTIONS: Mapping[str, type] = {
     "data": DataSection,
     "train": TrainSection,
     "optimizer": OptimizerSection,
+    "moe": MoESection,
     "plan": Plan,
     "run": RunSection,
 }
@@ -250,6 +129,7 @@ def _config(
         data=DataSection(**values["data"]),
         train=TrainSection(**values["train"]),
         optimizer=OptimizerSection(**values["optimizer"]),
+        moe=MoESection(**values["moe"]),
         plan=Plan(**values["plan"]),
         run=RunSection(**values["run"]),
     )
