@@ -11,7 +11,8 @@ scores are one fp32 step apart), everything after that works row by row, and equ
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
@@ -98,7 +99,7 @@ class Router(nn.Module):
     """h [N, D] -> `Choice`; weight [E, D], bias [E] (moved by `end_step` alone) or None.
 
     In training it also adds the gradients of its two losses to the logits' gradient, times ``batch.scale``, and sums up
-    what it saw in ``sums`` for the step's end. Both losses are means over the real rows of the *global* batch, so that
+    what it saw in ``stats`` for the step's end. Both losses are means over the real rows of the *global* batch, so that
     every cut has the same; the load in the balancing loss is that of the step before, which is known when a pipeline
     runs the first backward of a step. ``gather`` maps this rank's rows [n, ...] to the rows of the whole samples of the
     microbatch, in order, and ``mine`` maps those back: a cut of the rows sets both.
@@ -204,6 +205,20 @@ class Router(nn.Module):
     def _place(self, device: torch.device) -> None:
         if self.stats.device != device:
             self.stats, self.share_E = self.stats.to(device), self.share_E.to(device)
+
+
+@contextmanager
+def unrecorded(*models: nn.Module) -> Iterator[None]:
+    """The routers in ``models`` add nothing to their sums inside: what they see has been, or is not to be, counted."""
+    found = [module for model in models for module in model.modules() if isinstance(module, Router)]
+    for router in found:
+        router.recording = False
+    try:
+        yield
+    finally:
+        # Also where the computation is broken off, as recomputation is once it has made what backward needs.
+        for router in found:
+            router.recording = True
 
 
 @torch.no_grad()
