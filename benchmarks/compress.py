@@ -121,8 +121,8 @@ class Replica:
             begin = end
         flat = torch.nn.Parameter(self.weights)
         flat.grad = self.grads
-        # Far above the noise of sums in another order, which AdamW would make steps of (tests/parallel/cuts.py).
-        self.optimizer = torch.optim.AdamW([flat], lr=1e-3, eps=1e-4, fused=True)
+        # eps and rate as small steps need them: with 1e-8 and 1e-3 training itself amplifies the rounding of sums.
+        self.optimizer = torch.optim.AdamW([flat], lr=1e-4, eps=1e-4, fused=True)
 
     def backward(self, step: int, rank: int, samples: int, seq: int = 128) -> None:
         """The gradients of this rank's samples."""
