@@ -208,6 +208,22 @@ def test_a_block_with_its_gradients(widths: tuple[int, int], kv_heads: int, kind
     torch.testing.assert_close(found, torch.autograd.grad((wanted_out * grad).sum(), leaves))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("kind", ["full", "causal", "masked"])
+def test_calls_of_gpu_kernels_fit_their_signatures(dtype: torch.dtype, kind: str) -> None:
+    """Shapes alone, on the meta device, which takes the kernels of GPUs: grouped heads, narrow values, odd lengths."""
+    queries, keys = 30, 30 if kind == "causal" else 77
+    q = torch.empty(2, queries, 8, 64, dtype=dtype, device="meta").transpose(1, 2)
+    k = torch.empty(2, 4, keys, 64, dtype=dtype, device="meta")
+    v = torch.empty(2, 4, keys, 48, dtype=dtype, device="meta")
+    seen = torch.empty(2, 1, queries, keys, dtype=torch.bool, device="meta") if kind == "masked" else None
+    out, lse = attend(q, k, v, seen, causal=kind == "causal", scale=0.1)
+    assert (out.shape, out.dtype) == ((2, 8, queries, 48), dtype)
+    assert (lse.shape, lse.dtype) == ((2, 8, queries), torch.float32)
+    grads = attend_backward(torch.empty_like(out), q, k, v, out, lse, seen, causal=kind == "causal", scale=0.1)
+    assert [grad.shape for grad in grads] == [q.shape, k.shape, v.shape]
+
+
 def test_merge_is_one_softmax_and_safe_where_nothing_is_seen() -> None:
     """Scores spread over 1e4, blocks that hide everything on either side or on both (case P23)."""
     torch.manual_seed(0)

@@ -59,11 +59,11 @@ def _unrecorded(block: nn.Module) -> Iterator[None]:
 
 @final
 class RecomputedAttend(Attend):
-    """Attention whose core keeps q, k and v alone; ``core`` is any way to attend, None the one of one device."""
+    """Attention that keeps q, k and v alone; ``core``, any way to attend, does it."""
 
-    def __init__(self, window: int | None, core: Attend | None = None) -> None:
+    def __init__(self, window: int | None, core: Attend) -> None:
         super().__init__(window)
-        self.core = Attend(window) if core is None else core
+        self.core = core
 
     def forward(self, q_BHTE: Tensor, k_BKTE: Tensor, v_BKTE: Tensor, batch: Batch) -> Tensor:
         out: Tensor = checkpoint(
