@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import subprocess
 import sys
@@ -10,7 +11,9 @@ import pytest
 
 from plait.models.config import (
     PRESETS,
+    MLAConfig,
     ModelConfig,
+    MoEConfig,
     RopeScaling,
     canonical_name,
     flops_per_token,
@@ -76,6 +79,92 @@ def test_zero_sizes_are_derived() -> None:
 def test_what_cannot_work_is_refused_by_name(change: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         ModelConfig(**{**SMALL, **change})
+
+
+MOE: dict[str, object] = {"num_experts": 8, "top_k": 2, "ffn_size": 16}
+MLA: dict[str, object] = {"q_rank": 8, "kv_rank": 8, "nope_dim": 4, "rope_dim": 4, "v_dim": 6}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"num_experts": 0}, "moe.num_experts=0 must be a positive integer"),
+        ({"top_k": 9}, "moe.top_k=9 is more than the 8 experts to choose from"),
+        ({"top_k": 5, "groups": 4, "top_groups": 2}, "moe.top_k=5 is more than the 4 experts"),
+        ({"groups": 3}, r"moe.groups=3 does not cut 8 experts into groups of two and more: \[1, 2, 4\] do"),
+        ({"groups": 8}, "moe.groups=8 does not cut 8 experts"),
+        ({"groups": 2, "top_groups": 3}, "moe.top_groups=3 is more than moe.groups=2"),
+        ({"score": "relu"}, "moe.score='relu' is not one of softmax, sigmoid"),
+        ({"drop": "late"}, "moe.drop='late' is not one of position, score"),
+        ({"aux_loss": -1.0}, "moe.aux_loss=-1.0 must be at least 0"),
+        ({"z_loss": math.nan}, "moe.z_loss=nan must be at least 0"),
+        ({"capacity_factor": 0.0}, "moe.capacity_factor=0.0 must be positive, or absent"),
+        ({"shared_ffn": -1}, "moe.shared_ffn=-1 must be an integer of at least 0"),
+        ({"dense_layers": (-1,)}, r"moe.dense_layers=\(-1,\) must be layer numbers"),
+        ({"bias_balance": True}, "moe.bias_balance=true moves a bias that the router does not have: set moe.bias"),
+    ],
+)
+def test_experts_that_cannot_work_are_refused_by_name(change: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        MoEConfig(**{**MOE, **change})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"kv_rank": 0}, "mla.kv_rank=0 must be a positive integer"),
+        ({"rope_dim": 3}, "mla.rope_dim=3 must be even"),
+    ],
+)
+def test_latent_attention_that_cannot_work_is_refused_by_name(change: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        MLAConfig(**{**MLA, **change})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"moe": MOE, "activation": "gelu"}, "moe does not go with activation='gelu'"),
+        ({"moe": MOE, "mlp_bias": True}, "mlp_bias=True"),
+        ({"moe": {**MOE, "experts": 3}}, "unknown field moe.experts: the fields are num_experts, top_k"),
+        ({"mla": MLA, "head_dim": 6}, r"head_dim=6 is not mla's nope_dim \+ rope_dim = 8"),
+        ({"mla": MLA, "num_kv_heads": 2}, "num_kv_heads=2: latent attention has num_heads=4"),
+        ({"mla": MLA, "qkv_bias": True}, "qkv_bias=True does not go with mla"),
+        ({"mla": MLA, "qk_norm": True}, "qk_norm=True does not go with mla"),
+        ({"mla": MLA, "positions": "learned"}, "positions='learned' does not go with mla: only 'rope'"),
+    ],
+)
+def test_parts_that_do_not_go_together_are_refused_by_name(change: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ModelConfig.from_mapping({**SMALL, **change})
+
+
+def test_the_parts_of_a_mapping_are_read_from_json_and_toml() -> None:
+    config = ModelConfig.from_mapping({**SMALL, "moe": {**MOE, "dense_layers": [1, 0]}, "mla": MLA})
+    assert config.moe is not None
+    assert config.moe.dense_layers == (0, 1)
+    assert (config.head_dim, config.num_kv_heads) == (8, 4)
+    assert ModelConfig.from_mapping(json.loads(json.dumps(config.to_mapping()))) == config
+    assert [config.moe_of(layer) for layer in range(3)] == [None, None, config.moe]
+
+
+def test_flops_count_the_experts_of_one_token_and_the_dims_of_latent_heads() -> None:
+    seq, pairs = 10, sum(range(1, 11))
+    mixed = ModelConfig.from_mapping({**SMALL, "moe": {**MOE, "shared_ffn": 12, "dense_layers": (0,)}})
+    dense = 3 * 32 * 48
+    sparse = 8 * 32 + 2 * 3 * 32 * 16 + 3 * 32 * 12
+    difference = flops_per_token(mixed, seq) - flops_per_token(ModelConfig(**SMALL), seq)
+    assert difference == pytest.approx(6 * (sparse - dense))
+    latent = ModelConfig.from_mapping({**SMALL, "mla": MLA})
+    products = 50 * 32 + 2 * (3 * 32 * 48 + 8 * 32 + 32 * 8 + 12 * 32 + 4 * 10 * 8 + 32 * 24)
+    attention = 3 * 2 * (8 + 6) * 4 * 2 * pairs / seq
+    assert flops_per_token(latent, seq) == pytest.approx(6 * products + attention)
+
+
+def test_a_mixture_of_the_bench_sizes_has_as_many_operations_as_the_dense_model() -> None:
+    for sparse, dense in (("moe-tiny", "tiny"), ("bench-moe", "bench")):
+        more = flops_per_token(PRESETS[sparse], 256) / flops_per_token(PRESETS[dense], 256)
+        assert 1 < more < 1.005  # the router's own
 
 
 def test_bad_rope_scaling_is_refused() -> None:

@@ -50,6 +50,28 @@ def test_boxes_over_many_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(rows) == 33
 
 
+def test_a_box_of_experts_is_the_slice_and_each_expert_its_own_matrix(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(init, "_BLOCK", 40)
+    name = "layers.0.mlp.experts.gate_up"
+    whole = draw(name, (5, 12, 10), None, seed=0, config=CONFIG)
+    assert len(whole.flatten(0, 1).unique(dim=0)) == 60
+    for experts in ((0, 5), (1, 3), (4, 5), (2, 2)):
+        for rows in ((0, 12), (3, 11), (5, 5)):
+            for columns in ((0, 10), (2, 9)):
+                part = draw(name, (5, 12, 10), (experts, rows, columns), seed=0, config=CONFIG)
+                assert torch.equal(part, whole[slice(*experts), slice(*rows), slice(*columns)])
+
+
+@pytest.mark.parametrize(
+    "name", ["mlp.experts.down", "mlp.shared.down.weight", "mlp.experts.gate_up", "mlp.router.weight"]
+)
+def test_only_projections_into_the_residual_stream_are_drawn_smaller(name: str) -> None:
+    shape = (4, 200, 100) if "experts" in name else (200, 400)
+    values = draw(f"layers.3.{name}", shape, None, seed=0, config=CONFIG)
+    std = 0.02 / math.sqrt(2 * CONFIG.num_layers) if "down" in name else 0.02
+    assert values.std().item() == pytest.approx(std, rel=0.02)
+
+
 def test_values_follow_name_and_seed() -> None:
     shape = (400, 300)
     base = draw("a.weight", shape, None, seed=0, config=CONFIG)
@@ -70,6 +92,9 @@ def test_norms_are_one_and_biases_zero() -> None:
     assert torch.equal(source.read("layers.1.norm2.weight"), torch.ones(128))
     assert torch.equal(source.read("layers.1.norm2.bias", ((3, 7),)), torch.zeros(4))
     assert torch.equal(source.read("layers.1.attn.qkv.bias"), torch.zeros(384))
+    deepseek = InitSource(PRESETS["deepseek-v3"], 0)
+    assert torch.equal(deepseek.read("layers.3.mlp.router.bias"), torch.zeros(256))
+    assert torch.equal(deepseek.read("layers.3.attn.kv_a_norm.weight"), torch.ones(512))
 
 
 @pytest.mark.parametrize("box", [((0, 3),), ((0, 300), (0, 1)), ((5, 4), (0, 1)), ((-1, 4), (0, 1))])
