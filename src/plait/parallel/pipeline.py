@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from time import perf_counter
 from typing import final
 
 import torch
@@ -17,11 +16,12 @@ from torch import Tensor, nn
 from plait.comm.group import Pending, SpanSink
 from plait.comm.world import World
 from plait.core.errors import ScheduleError
-from plait.core.events import COMPUTE
 from plait.models.batch import Batch
+from plait.parallel.clock import clock
 from plait.parallel.grads import Deferred
 from plait.parallel.zero import Zero
-from plait.schedule.ir import Action, Kind, Schedule
+from plait.schedule.ir import COMPUTE_KINDS, Action, Kind, Schedule
+from plait.schedule.windows import Windows, shifted, version_of
 
 Loader = Callable[[int], Batch]
 """Microbatch index -> its batch. Every rank reads its own: positions, documents and targets never travel."""
@@ -42,6 +42,8 @@ class Stage:
     """Shape of the hidden activations of this rank for a microbatch."""
     dtype: torch.dtype
     deferred: Deferred
+    before_reduce: tuple[Callable[[], None], ...] = ()
+    """What adds to the stage's gradients once its last backward of a step is over."""
 
     @property
     def first(self) -> bool:
@@ -61,11 +63,14 @@ class _Flight:
 
 
 @dataclass(kw_only=True)
-class _Step:
-    """The state of one run of a schedule."""
+class _Flow:
+    """What is in flight: within one run of a schedule that flushes, across the windows of one that does not."""
 
     loader: Loader
-    scale: Tensor
+    count: Callable[[int], int]
+    """Microbatch -> unmasked targets of its global batch."""
+    select: Callable[[int], None]
+    """Make the weights those that a microbatch runs on."""
     train: bool
     flights: dict[tuple[int, int], _Flight] = field(default_factory=dict)
     arriving: dict[tuple[Kind, int, int], Pending] = field(default_factory=dict)
@@ -75,51 +80,13 @@ class _Step:
     batches: dict[int, Batch] = field(default_factory=dict)
     left: dict[int, int] = field(default_factory=dict)
     """Backwards that each stage has still to run."""
-    losses: list[Tensor] = field(default_factory=list)
+    losses: dict[int, Tensor] = field(default_factory=dict)
 
-
-@final
-class _HostClock:
-    """Spans of work that is done when its call returns."""
-
-    def __init__(self, sink: SpanSink) -> None:
-        self._sink = sink
-
-    def begin(self, action: Action) -> Callable[[], None]:
-        """Start a span; the function returned ends it."""
-        start = perf_counter()
-        return lambda: self._sink(COMPUTE, action.kind.value, str(action), start, perf_counter())
-
-    def close(self) -> None:
-        """Nothing is outstanding."""
-
-
-@final
-class _DeviceClock:
-    """Spans of work that a CUDA stream does later: marks on the stream, read when the step is over."""
-
-    def __init__(self, sink: SpanSink) -> None:
-        self._sink = sink
-        self._spans: list[tuple[Action, torch.cuda.Event, torch.cuda.Event]] = []
-        torch.cuda.synchronize()
-        self._origin, self._start = _mark(), perf_counter()
-
-    def begin(self, action: Action) -> Callable[[], None]:
-        start = _mark()
-        return lambda: self._spans.append((action, start, _mark()))
-
-    def close(self) -> None:
-        """Wait for the stream and hand the spans on, in seconds of the host's clock."""
-        torch.cuda.synchronize()
-        for action, start, end in self._spans:
-            edges = [self._start + self._origin.elapsed_time(mark) / 1e3 for mark in (start, end)]
-            self._sink(COMPUTE, action.kind.value, str(action), edges[0], edges[1])
-
-
-def _mark() -> torch.cuda.Event:
-    mark = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-    mark.record()
-    return mark
+    def batch(self, microbatch: int) -> Batch:
+        """The batch of ``microbatch``, loaded once."""
+        if microbatch not in self.batches:
+            self.batches[microbatch] = self.loader(microbatch)
+        return self.batches[microbatch]
 
 
 @final
@@ -131,89 +98,149 @@ class Executor:
         self._zero = zero
         self._world = world
         self._line = world.mesh.group(world.rank, ["pp"])
+        self._stream: _Flow | None = None
+        """In flight between windows."""
+        self._windows = 0
+        """Windows that have ended, and so the updates that the weights have had; 0 without windows."""
+        self._select: Callable[[int], None] = _only_version
 
     def run(self, schedule: Schedule, loader: Loader, *, count: int, sink: SpanSink) -> Tensor:
         """One step (or, for a forward-only schedule, one evaluation).
 
         ``count``: unmasked targets in the *global* batch; gradients are those of (sum of token losses) / count,
-        whatever the microbatches. Returns the fp32 sum of this rank's token losses: zero where no last stage is.
+        whatever the microbatches, times the batch's ``scale``. Returns the fp32 sum of this rank's token losses: zero
+        where no last stage is. An evaluation between windows runs on the newest weights and leaves what is in flight.
         """
-        device = self._world.device
-        actions = schedule.ranks[self._world.at["pp"]]
-        step = _Step(
-            loader=loader, scale=torch.tensor(1.0 / max(count, 1), device=device), train=not schedule.forward_only
+        flow = _Flow(
+            loader=loader,
+            count=lambda microbatch: count,
+            select=lambda microbatch: self._select(self._windows),
+            train=not schedule.forward_only,
         )
+        self._play(schedule, schedule.ranks[self._world.at["pp"]], flow, sink)
+        return self._sum(flow.losses)
+
+    def run_window(
+        self,
+        windows: Windows,
+        step: int,
+        steps: int,
+        loader: Loader,
+        *,
+        count: Callable[[int], int],
+        select: Callable[[int], None],
+        sink: SpanSink,
+    ) -> Tensor:
+        """The window of ``step`` in a run of ``steps`` that does not flush: the gradients of the step's own group.
+
+        Microbatches are numbered through the whole run: ``loader(n)`` is microbatch ``n % m`` of step ``n // m``, which
+        is this step or the next, and ``count(t)`` the unmasked targets of step t's global batch. ``select(version)``
+        points the parameters at the weights that have had so many updates (`version_of`); the caller finishes, updates
+        and publishes after each window, so that window t makes version t + 1. Returns the fp32 sum of this rank's token
+        losses of this step's group. Raises `ScheduleError` for a step that does not follow the last one.
+        """
+        if step != self._windows:
+            raise ScheduleError(f"window {step} does not follow: the next of this run is {self._windows}")
+        m = windows.microbatches
+        self._select = select
+        if self._stream is None:
+            self._stream = _Flow(loader=loader, count=count, select=select, train=True)
+        flow = self._stream
+        flow.loader = loader
+        flow.count = lambda microbatch: count(microbatch // m)
+        flow.select = lambda microbatch: select(version_of(microbatch // m))
+        schedule = windows.of(step, steps)
+        actions = [shifted(action, step * m) for action in schedule.ranks[self._world.at["pp"]]]
+        self._play(schedule, actions, flow, sink)
+        mine = range(step * m, (step + 1) * m)
+        losses = {n: flow.losses.pop(n) for n in mine if n in flow.losses}
+        for n in mine:
+            flow.batches.pop(n, None)
+        self._windows = step + 1
+        return self._sum(losses)
+
+    def _sum(self, losses: dict[int, Tensor]) -> Tensor:
+        return torch.stack(list(losses.values())).sum() if losses else torch.zeros((), device=self._world.device)
+
+    def _play(self, schedule: Schedule, actions: Sequence[Action], flow: _Flow, sink: SpanSink) -> None:
+        """Do ``actions`` in order."""
         for stage in self._stages.values():
-            stage.module.train(step.train)
-            step.left[stage.index] = sum(
+            stage.module.train(flow.train)
+            flow.left[stage.index] = sum(
                 action.stage == stage.index and action.kind in (Kind.B, Kind.W) for action in actions
             )
-        if step.train:
+        if flow.train:
             self._zero.start()
         homes = schedule.placement
         book = self._world.book
-        clock = (_DeviceClock if device.type == "cuda" else _HostClock)(sink)
-        with torch.set_grad_enabled(step.train):
+        spans = clock(self._world.device, sink)
+        with torch.set_grad_enabled(flow.train):
             for action in actions:
                 book.doing = f"{action.kind} of stage {action.stage}, microbatch {action.microbatch}"
-                if action.kind in (Kind.F, Kind.B, Kind.W):
+                if action.kind in COMPUTE_KINDS:
                     book.phase = action.kind.value
-                    self._await_input(action, step)  # before the span begins: standing still is no compute
-                    end = clock.begin(action)
-                    self._compute(action, step, homes, split=action.stage in schedule.splits)
+                    self._await_input(action, flow)  # before the span begins: standing still is no compute
+                    flow.select(action.microbatch)
+                    end = spans.begin(action)
+                    self._compute(action, flow, homes, split=action.stage in schedule.splits)
                     end()
                 elif action.kind is Kind.REDUCE:
+                    for add in self._stages[action.stage].before_reduce:
+                        add()
                     self._zero.reduce(action.stage)
                 else:
-                    self._communicate(action, step, homes)
+                    self._communicate(action, flow, homes)
+        # What the next window computes on comes in now: nobody may wait elsewhere while a sender waits for room.
+        for key, pending in flow.arriving.items():
+            flow.handed[key] = pending.wait()
+        flow.arriving.clear()
         book.doing, book.phase = "", "step"
         self._world.wire.flush()
-        clock.close()
-        return torch.stack(step.losses).sum() if step.losses else torch.zeros((), device=device)
+        spans.close()
 
-    def _compute(self, action: Action, step: _Step, homes: tuple[int, ...], *, split: bool) -> None:
+    def _compute(self, action: Action, flow: _Flow, homes: tuple[int, ...], *, split: bool) -> None:
         stage = self._stages[action.stage]
         if action.kind is not Kind.F:
-            step.left[stage.index] -= 1
-        last = action.kind is not Kind.F and step.left[stage.index] == 0
+            flow.left[stage.index] -= 1
+        last = action.kind is not Kind.F and flow.left[stage.index] == 0
         self._zero.begin(stage.index, action.kind, last=last, split=split)
-        self._run(stage, action, step, homes, split=split)
+        self._run(stage, action, flow, homes, split=split)
         self._zero.end(stage.index, action.kind)
 
-    def _run(self, stage: Stage, action: Action, step: _Step, homes: tuple[int, ...], *, split: bool) -> None:
+    def _run(self, stage: Stage, action: Action, flow: _Flow, homes: tuple[int, ...], *, split: bool) -> None:
         if action.kind is Kind.F:
-            self._forward(stage, action.microbatch, step, homes)
+            self._forward(stage, action.microbatch, flow, homes)
         elif action.kind is Kind.B:
             stage.deferred.on = split
-            self._backward(stage, action.microbatch, step, homes)
+            self._backward(stage, action.microbatch, flow, homes)
             stage.deferred.on = False
             if split:
-                step.weight_work[stage.index, action.microbatch] = stage.deferred.take()
+                flow.weight_work[stage.index, action.microbatch] = stage.deferred.take()
         else:
             # Outside of autograd's own backward, which has gradients off.
             with torch.no_grad():
-                for work in step.weight_work.pop((stage.index, action.microbatch)):
+                for work in flow.weight_work.pop((stage.index, action.microbatch)):
                     work()
 
-    def _forward(self, stage: Stage, microbatch: int, step: _Step, homes: tuple[int, ...]) -> None:
-        if microbatch not in step.batches:
-            step.batches[microbatch] = step.loader(microbatch)
-        batch = step.batches[microbatch]
-        source = None if stage.first else self._arrived(Kind.RECV_F, stage.index, microbatch, step)
-        if source is not None and step.train:
+    def _forward(self, stage: Stage, microbatch: int, flow: _Flow, homes: tuple[int, ...]) -> None:
+        batch = flow.batch(microbatch)
+        source = None if stage.first else self._arrived(Kind.RECV_F, stage.index, microbatch, flow)
+        if source is not None and flow.train:
             source.requires_grad_()
         output: Tensor = stage.module(source, batch)
         if stage.last:
             output = stage.loss(output, batch.targets_BT.flatten())
-            step.losses.append(output.detach())
+            flow.losses[microbatch] = output.detach()
         else:
-            step.handed[_handover(Kind.SEND_F, stage.index, 1, homes, microbatch)] = output.detach()
-        if step.train:
-            step.flights[stage.index, microbatch] = _Flight(source=source, output=output)
+            flow.handed[_handover(Kind.SEND_F, stage.index, 1, homes, microbatch)] = output.detach()
+        if flow.train:
+            flow.flights[stage.index, microbatch] = _Flight(source=source, output=output)
 
-    def _backward(self, stage: Stage, microbatch: int, step: _Step, homes: tuple[int, ...]) -> None:
-        flight = step.flights.pop((stage.index, microbatch))
-        grad = step.scale if stage.last else self._arrived(Kind.RECV_B, stage.index, microbatch, step)
+    def _backward(self, stage: Stage, microbatch: int, flow: _Flow, homes: tuple[int, ...]) -> None:
+        flight = flow.flights.pop((stage.index, microbatch))
+        grad = (
+            self._scale(microbatch, flow) if stage.last else self._arrived(Kind.RECV_B, stage.index, microbatch, flow)
+        )
         if flight.output.requires_grad:
             torch.autograd.backward(flight.output, grad)
         if stage.first:
@@ -221,38 +248,45 @@ class Executor:
         assert flight.source is not None
         # Nothing before this stage trains, perhaps: then the stage before gets a gradient of zero.
         found = flight.source.grad if flight.source.grad is not None else torch.zeros_like(flight.source)
-        step.handed[_handover(Kind.SEND_B, stage.index, -1, homes, microbatch)] = found
+        flow.handed[_handover(Kind.SEND_B, stage.index, -1, homes, microbatch)] = found
 
-    def _await_input(self, action: Action, step: _Step) -> None:
+    def _scale(self, microbatch: int, flow: _Flow) -> Tensor:
+        """What the gradient of the sum of token losses is multiplied with."""
+        value = flow.batch(microbatch).scale / max(flow.count(microbatch), 1)
+        return torch.full((), value, device=self._world.device)
+
+    def _await_input(self, action: Action, flow: _Flow) -> None:
         """Wait for what another rank sends to ``action``, if anything."""
         key = (Kind.RECV_F if action.kind is Kind.F else Kind.RECV_B, action.stage, action.microbatch)
-        if action.kind is not Kind.W and key in step.arriving:
-            step.handed[key] = step.arriving.pop(key).wait()
+        if action.kind is not Kind.W and key in flow.arriving:
+            flow.handed[key] = flow.arriving.pop(key).wait()
 
-    def _arrived(self, kind: Kind, stage: int, microbatch: int, step: _Step) -> Tensor:
+    def _arrived(self, kind: Kind, stage: int, microbatch: int, flow: _Flow) -> Tensor:
         key = (kind, stage, microbatch)
-        if key not in step.handed:
+        if key not in flow.handed:
             raise ScheduleError(
                 f"stage {stage} has no input for microbatch {microbatch}: the list has no {kind} for it"
             )
-        return step.handed.pop(key)
+        return flow.handed.pop(key)
 
-    def _communicate(self, action: Action, step: _Step, homes: tuple[int, ...]) -> None:
+    def _communicate(self, action: Action, flow: _Flow, homes: tuple[int, ...]) -> None:
         stage, microbatch, kind = self._stages[action.stage], action.microbatch, action.kind
         other = stage.index + (1 if kind in (Kind.SEND_F, Kind.RECV_B) else -1)
         peer = self._line[homes[other]]
         if kind in (Kind.SEND_F, Kind.SEND_B):
-            self._send(step.handed.pop((kind, stage.index, microbatch)), peer)
+            self._send(flow.handed.pop((kind, stage.index, microbatch)), peer)
         else:
-            if microbatch not in step.batches:
-                step.batches[microbatch] = step.loader(microbatch)
-            shape = stage.hidden(step.batches[microbatch])
+            shape = stage.hidden(flow.batch(microbatch))
             buffer = torch.empty(shape, dtype=stage.dtype, device=self._world.device)
-            step.arriving[kind, stage.index, microbatch] = self._world.wire.recv(buffer, peer)
+            flow.arriving[kind, stage.index, microbatch] = self._world.wire.recv(buffer, peer)
 
     def _send(self, x: Tensor, peer: int) -> None:
         self._world.book.ledger.add("pp", "send", self._world.book.phase, 2, x.nbytes)
         self._world.wire.send(x.contiguous(), peer)
+
+
+def _only_version(version: int) -> None:
+    """Without windows there is nothing to choose."""
 
 
 def _handover(send: Kind, stage: int, way: int, homes: tuple[int, ...], microbatch: int) -> tuple[Kind, int, int]:
