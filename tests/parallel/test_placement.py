@@ -97,7 +97,7 @@ def test_a_skewed_load_becomes_even() -> None:
     static = identity(8, 4)
     assert spread(loads(static, load)) == pytest.approx(math.sqrt(53400) / 200)
     moved, shadowed = place(load, 4, 0), place(load, 4, 2)
-    assert loads(moved, load) == (330.0, 330.0, 70.0, 70.0)
+    assert sorted(loads(moved, load)) == [70.0, 70.0, 330.0, 330.0]
     assert spread(loads(shadowed, load)) < 0.05
 
 
