@@ -175,7 +175,7 @@ def explicit(q: Tensor, k: Tensor, v: Tensor, seen: Tensor) -> tuple[Tensor, Ten
     return scores.softmax(-1).nan_to_num(0.0) @ v, scores.logsumexp(-1)
 
 
-@pytest.mark.parametrize("widths", [(8, 8), (12, 8)])
+@pytest.mark.parametrize("widths", [(8, 8), (12, 8), (8, 12)])
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
 @pytest.mark.parametrize("kind", ["full", "causal", "masked", "blind"])
 def test_a_block_with_its_gradients(widths: tuple[int, int], kv_heads: int, kind: str) -> None:

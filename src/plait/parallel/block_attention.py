@@ -37,9 +37,10 @@ def _aligned_bias(seen: Tensor, q_BHQE: Tensor) -> Tensor:
     return padded[..., :keys].expand(*q_BHQE.shape[:2], queries, keys)
 
 
-def _widened(v: Tensor, width: int) -> Tensor:
-    """``v`` with zeros behind its last dim up to ``width``: the kernels take one width for keys and values."""
-    return v if v.shape[-1] == width else F.pad(v, (0, width - v.shape[-1]))
+def _one_width(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """The tensors with zeros behind their last dim: the kernels take one width for keys and values."""
+    width = max(x.shape[-1] for x in tensors)
+    return tuple(x if x.shape[-1] == width else F.pad(x, (0, width - x.shape[-1])) for x in tensors)
 
 
 def _flash(q_BHQE: Tensor, seen: Tensor | None) -> bool:
@@ -66,8 +67,8 @@ def attend(
     ``seen`` bool [1 or B, 1, Q, S], None for all; ``causal``: query i sees keys 0..i, Q = S. A query that sees no key
     gets an output of 0 and an LSE of -inf.
     """
-    width, value_width = q_BHQE.shape[-1], v_BKSV.shape[-1]
-    v = _widened(v_BKSV, width)
+    value_width = v_BKSV.shape[-1]
+    q_BHQE, k_BKSE, v = _one_width(q_BHQE, k_BKSE, v_BKSV)
     if q_BHQE.device.type == "cpu":
         bias = None if seen is None else _bias(seen, q_BHQE)
         out, lse = _ATEN._scaled_dot_product_flash_attention_for_cpu(
@@ -110,13 +111,13 @@ def attend_backward(
     of the whole: a key that is not seen has exp(-inf - lse) = 0, whatever else its query sees.
     """
     width, value_width = q_BHQE.shape[-1], v_BKSV.shape[-1]
-    v, out, grad = (_widened(x, width) for x in (v_BKSV, out_BHQV, grad_BHQV))
+    q_BHQE, k_BKSE, v, out, grad = _one_width(q_BHQE, k_BKSE, v_BKSV, out_BHQV, grad_BHQV)
     if q_BHQE.device.type == "cpu":
         bias = None if seen is None else _bias(seen, q_BHQE)
         grads = _ATEN._scaled_dot_product_flash_attention_for_cpu_backward(
             grad, q_BHQE, k_BKSE, v, out, lse_BHQ, 0.0, causal, attn_mask=bias, scale=scale
         )
-        return grads[0], grads[1], grads[2][..., :value_width]
+        return grads[0][..., :width], grads[1][..., :width], grads[2][..., :value_width]
     heads, kv_heads, rows, keys = q_BHQE.shape[1], k_BKSE.shape[1], q_BHQE.shape[2], k_BKSE.shape[2]
     k, v = _repeated(k_BKSE, heads), _repeated(v, heads)
     # No dropout, so the state of its generator is never read.
@@ -133,7 +134,8 @@ def attend_backward(
         grads = _ATEN._scaled_dot_product_efficient_attention_backward(
             grad, q_BHQE, k, v, bias, out, lse, unused, unused, 0.0, [True, True, True, False], causal, scale=scale
         )
-    return grads[0], _summed(grads[1], kv_heads), _summed(grads[2], kv_heads)[..., :value_width]
+    grad_k, grad_v = (_summed(grad, kv_heads) for grad in grads[1:3])
+    return grads[0][..., :width], grad_k[..., :width], grad_v[..., :value_width]
 
 
 def merge(out: Tensor, lse: Tensor, more_out: Tensor, more_lse: Tensor) -> None:
