@@ -4,7 +4,8 @@
 
 One sample, 8 query heads and 4 key heads of 64, fp32, one thread a rank. A line gives each way's median seconds and how
 many times faster it is than one process with one thread (the median of ratios within a round). ``two threads`` is that
-process with two: what the same cores do without any communication.
+process with two: what the same cores do without any communication. ``cpu`` is the processor time of the busiest rank,
+the least of all rounds: what is left of a machine's noise where others use it too.
 """
 
 from __future__ import annotations
@@ -63,22 +64,18 @@ def _runs(seq: int, world: World, group: Group) -> dict[str, Callable[[], None]]
     return runs
 
 
-def _seconds(way: str, run: Callable[[], None], group: Group) -> float:
-    """From the barrier to the end of the last rank's run."""
-    if way in (ALONE, TWO):
+def _seconds(way: str, run: Callable[[], None], group: Group) -> tuple[float, float]:
+    """Wall and processor seconds, from the barrier to the end: of the slowest rank, and of the busiest."""
+    wall = busy = 0.0
+    group.barrier()
+    if way not in (ALONE, TWO) or group.index == 0:
         torch.set_num_threads(2 if way == TWO else 1)
-        seconds = 0.0
-        if group.index == 0:
-            begin = time.perf_counter()
-            run()
-            seconds = time.perf_counter() - begin
-        torch.set_num_threads(1)
-    else:
-        group.barrier()
-        begin = time.perf_counter()
+        begin, cpu = time.perf_counter(), time.process_time()
         run()
-        seconds = time.perf_counter() - begin
-    return float(group.all_reduce(torch.tensor([seconds], dtype=torch.float64), "max").wait())
+        wall, busy = time.perf_counter() - begin, time.process_time() - cpu
+        torch.set_num_threads(1)
+    most = group.all_reduce(torch.tensor([wall, busy], dtype=torch.float64), "max").wait()
+    return float(most[0]), float(most[1])
 
 
 def _rank(rank: int, ranks: int, port: int, repeats: int, seqs: list[int], path: str) -> None:
@@ -96,9 +93,9 @@ def _rank(rank: int, ranks: int, port: int, repeats: int, seqs: list[int], path:
             order = WAYS if repeat % 2 else tuple(reversed(WAYS))
             rounds.append({way: _seconds(way, runs[way], group) for way in order})
         for way in WAYS:
-            ratios = [one[ALONE] / one[way] for one in rounds[WARM:]]
+            ratios = [one[ALONE][0] / one[way][0] for one in rounds[WARM:]]
             quarter = statistics.quantiles(ratios, n=4)
-            seconds = statistics.median(one[way] for one in rounds[WARM:])
+            seconds = statistics.median(one[way][0] for one in rounds[WARM:])
             rows.append(
                 {
                     "seq": seq,
@@ -107,6 +104,7 @@ def _rank(rank: int, ranks: int, port: int, repeats: int, seqs: list[int], path:
                     "ratio": statistics.median(ratios),
                     "q1": quarter[0],
                     "q3": quarter[2],
+                    "cpu": min(one[way][1] for one in rounds[WARM:]),
                 }
             )
     if rank == 0:
@@ -129,11 +127,11 @@ def main() -> None:
         path = str(Path(folder) / "rows.json")
         mp.spawn(_rank, args=(options.ranks, port, options.repeats, seqs, path), nprocs=options.ranks)
         rows = json.loads(Path(path).read_text())
-    print(f"{'tokens':>7} {'way':12} {'seconds':>9} {'speed':>6} {'q1':>6} {'q3':>6}")
+    print(f"{'tokens':>7} {'way':12} {'seconds':>9} {'speed':>6} {'q1':>6} {'q3':>6} {'cpu':>8}")
     for row in rows:
         print(
             f"{row['seq']:7d} {row['way']:12} {row['seconds']:9.4f} {row['ratio']:6.2f} {row['q1']:6.2f} "
-            f"{row['q3']:6.2f}"
+            f"{row['q3']:6.2f} {row['cpu']:8.4f}"
         )
     if options.json:
         options.json.write_text(json.dumps({"ranks": options.ranks, "rows": rows}, indent=1))
