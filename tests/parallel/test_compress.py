@@ -16,6 +16,7 @@ from plait.core.errors import PlanError
 from plait.core.mesh import Mesh
 from plait.parallel.compress import Half, PowerSGD, TopK, parse
 from plait.parallel.reducer import Exact, Hierarchical, Reducer, node_groups
+from tests.parallel.cuts import Run, assemble, cut_run, models, one_process, relative
 from tests.pool import Connect, Pool
 
 SHAPES = ((24, 20), (7,), (3, 16, 12), (2, 2), (5, 30))
@@ -352,3 +353,36 @@ def run_buckets(connect: Connect, kind: str) -> None:
 @pytest.mark.parametrize("kind", MAKERS)
 def test_a_tensor_is_treated_alike_in_any_bucket(pool: Pool, kind: str) -> None:
     pool.run(2, run_buckets, kind)
+
+
+# --- in a run
+
+NEAR = {"half": 1e-2, "topk:0.2": 1.0, "powersgd:2": 1.0}
+"""bf16 rounds a gradient's terms by 2^-9 each, far below this; the others send a part, and are not near at all."""
+
+
+@pytest.mark.parametrize("compress", NEAR)
+@pytest.mark.parametrize(
+    ("text", "model"),
+    [
+        ("tp=2 dp=2", "qwen3"),
+        ("tp=2 dp=2 sequence_parallel=false zero=1", "gpt2-tied"),
+        ("pp=2 dp=2", "llama-tied"),
+        ("pp=2 dp=2 zero=1 bucket_mb=0.01", "llama"),
+    ],
+)
+def test_copies_stay_equal(pool: Pool, text: str, model: str, compress: str) -> None:
+    """All ranks agree, and all copies of a weight (of heads, norms, tied ends) are the same bits after three steps."""
+    config, run = models()[model], Run(steps=3)
+    results = pool.run(4, cut_run, f"{text} compress={compress}", 4, config, run)
+    for result in results:
+        assert result["losses"] == results[0]["losses"]
+        assert result["norms"] == results[0]["norms"]
+    wanted = one_process(config, run)
+    grads = assemble(config, [result["grads"] for result in results])
+    weights = assemble(config, [result["weights"] for result in results])
+    worst = max(relative(grads[name], grad) for name, grad in wanted["grads"].items())
+    assert 1e-4 < worst < NEAR[compress] * 1.01, "the plan's compression has to be on"
+    # A step of AdamW moves a weight by about the rate at most: three of 1e-3, on either side.
+    for name, value in wanted["weights"].items():
+        assert float((weights[name] - value).abs().max()) < 2 * 3 * 1e-3 * 1.1
