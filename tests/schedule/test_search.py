@@ -51,7 +51,7 @@ def test_never_slower_than_a_named_schedule_that_fits(data: st.DataObject) -> No
         ("a slow stage in the middle", [1, 1, 1.5, 1], looped(4), 4, 0.05, 1.01),
         ("slow links, twice 1F1B's memory", [1] * 8, v_shaped(4), 16, 0.8, 1.12),
         ("even costs, twice 1F1B's memory", [1] * 8, v_shaped(4), 16, 0.05, 1.01),
-        ("uneven stages", [0.8, 1.3, 0.7, 1.2, 0.9, 1.1, 0.7, 1.4], v_shaped(4), 8, 0.05, 1.003),
+        ("uneven stages", [0.8, 1.3, 0.7, 1.2, 0.9, 1.1, 0.7, 1.4], v_shaped(4), 8, 0.05, 1.04),
     ],
 )
 def test_beats_every_named_schedule(

@@ -10,13 +10,17 @@ from plait.core.errors import ScheduleError
 from plait.core.events import COMPUTE
 from plait.schedule.check import check
 from plait.schedule.generate import NAMES, generate
+from plait.schedule.improve import improved
 from plait.schedule.ir import Schedule
 from plait.schedule.listing import ORDERS, Policy, Task, ahead_of, listed
 from plait.schedule.placement import V_SHAPED, looped, require, v_shaped
 from plait.schedule.simulate import Cost, simulate
 
-WORK = 120_000
-"""Actions that the search may schedule in all: about a second of one core. A count, so that every rank stops alike."""
+WORK = 80_000
+"""Actions that each half of the search, listing and moving, may time: about half a second of one core. A count, so that
+every rank stops alike."""
+_STARTS = 3
+"""Lists that are improved by moves: a good list is often not the neighbour of the best one."""
 _GAIN = 1e-9
 """A list counts as faster from this share on: less is rounding, and then the simpler list stays."""
 
@@ -73,41 +77,52 @@ def makespan(schedule: Schedule, costs: Sequence[Cost], transfer: Sequence[float
 
 
 def _best(task: Task, ranks: int, virtual: int) -> Schedule:
+    size = 3 * len(task.homes) * task.microbatches
     # Phase 1: the named ones that fit. They come first, so that a tie keeps the best known list.
-    found: tuple[float, Schedule] | None = None
-    for schedule in named(ranks, task.microbatches, task.homes, task.live_limit):
-        found = _faster(found, (makespan(schedule, task.costs, task.transfers), schedule))
-
+    lists = [
+        (makespan(schedule, task.costs, task.transfers), schedule)
+        for schedule in named(ranks, task.microbatches, task.homes, task.live_limit)
+    ]
     # Phase 2: list schedulings under every policy, as far as the work allows.
-    left = max(24, WORK // (3 * len(task.homes) * task.microbatches))
-    best: tuple[float, Policy] | None = None
+    left = max(24, WORK // size)
+    listings = []
     for policy in _policies(ranks, virtual, task.live_limit):
-        took, schedule = listed(task, policy)
-        found = _faster(found, (took, schedule))
-        if best is None or took < best[0] * (1 - _GAIN):
-            best = took, policy
-        left -= 1
-        if left == 0:
-            break
-
+        if left > 0:
+            left -= 1
+            listings.append((*listed(task, policy), policy))
+    lists += [(took, schedule) for took, schedule, _ in listings]
     # Phase 3: from the best policy on, ranks run further ahead or less far, one after the other.
-    assert best is not None and found is not None
-    took, policy = best
-    improved = True
-    while improved and left > 0:
-        improved = False
+    took, _, policy = min(listings, key=lambda listing: listing[0])
+    lists += _shifted(task, ranks, virtual, took, policy, left)
+    # Phase 4: moves on the critical path, from the best lists on.
+    ordered = sorted(lists, key=lambda entry: entry[0])  # stable: named ones first among equals
+    starts = list({schedule.ranks: schedule for _, schedule in ordered}.values())[:_STARTS]
+    lists += [improved(task, start, trials=max(8, WORK // size // _STARTS), gain=_GAIN) for start in starts]
+    best = lists[0]
+    for entry in lists[1:]:
+        best = entry if entry[0] < best[0] * (1 - _GAIN) else best
+    return dataclasses.replace(best[1], name="auto")
+
+
+def _shifted(
+    task: Task, ranks: int, virtual: int, took: float, policy: Policy, left: int
+) -> list[tuple[float, Schedule]]:
+    """Ever faster lists under ``policy`` with other bounds for each rank, after ``left`` listings at most."""
+    found = []
+    climbing = True
+    while climbing:
+        climbing = False
         for rank, change in product(range(ranks), (1, -1, 2, -2)):
             size = policy.ahead[rank] + change
             if not virtual <= size <= task.live_limit or left <= 0:
                 continue
             left -= 1
-            ahead = (*policy.ahead[:rank], size, *policy.ahead[rank + 1 :])
-            other = dataclasses.replace(policy, ahead=ahead)
+            other = dataclasses.replace(policy, ahead=(*policy.ahead[:rank], size, *policy.ahead[rank + 1 :]))
             again, schedule = listed(task, other)
             if again < took * (1 - _GAIN):
-                took, policy, improved = again, other, True
-                found = _faster(found, (again, schedule))
-    return dataclasses.replace(found[1], name="auto")
+                took, policy, climbing = again, other, True
+                found.append((again, schedule))
+    return found
 
 
 def _policies(ranks: int, virtual: int, limit: int) -> Iterator[Policy]:
@@ -115,7 +130,3 @@ def _policies(ranks: int, virtual: int, limit: int) -> Iterator[Policy]:
     shapes = dict.fromkeys(ahead_of(ranks, virtual, limit))
     for order, ahead, patience, deep in product(ORDERS, shapes, (0.0, 1.0, 0.5), deeps):
         yield Policy(order=order, deep=deep, patience=patience, ahead=ahead)
-
-
-def _faster(one: tuple[float, Schedule] | None, other: tuple[float, Schedule]) -> tuple[float, Schedule]:
-    return other if one is None or other[0] < one[0] * (1 - _GAIN) else one
