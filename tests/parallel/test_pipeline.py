@@ -10,7 +10,6 @@ import torch
 from plait.core.errors import ScheduleError
 from plait.models.decoder import Decoder
 from plait.models.init import InitSource, initialise
-from plait.parallel.apply import Parallel
 from plait.parallel.linear import Fused
 from plait.schedule.ir import Kind
 from plait.schedule.windows import check_windows, two_bw
@@ -67,38 +66,12 @@ def test_b_of_a_split_backward_leaves_the_matrices_to_w(pool: Pool) -> None:
     assert not changed["B"] & matrices
 
 
-class TwoVersions:
-    """The parameters of a cut model at ZeRO 0 in fp32, whose flat weights are the optimizer's, in two versions."""
-
-    def __init__(self, parallel: Parallel) -> None:
-        self.parameters = [parameter for stage in parallel.stages for parameter in stage.module.parameters()]
-        self.masters = [parameter.data for parameter in self.parameters]
-        self.versions = [[master.clone() for master in self.masters] for _ in range(2)]
-        decay, rest = parallel.zero.optimizer_groups()
-        self.flat = [*decay, *rest]
-        self.updated = [torch.nn.Parameter(part.detach().clone()) for part in self.flat]
-        self.optimizer = adamw(self.updated[: len(decay)], self.updated[len(decay) :])
-
-    def select(self, version: int) -> None:
-        for parameter, weights in zip(self.parameters, self.versions[version % 2], strict=True):
-            parameter.data = weights
-
-    def update(self, version: int) -> None:
-        for part, updated in zip(self.flat, self.updated, strict=True):
-            updated.grad = part.grad
-        self.optimizer.step()
-        for part, updated in zip(self.flat, self.updated, strict=True):
-            part.data.copy_(updated.data)  # autograd is not told: what is in flight runs on the other version
-        for weights, master in zip(self.versions[version % 2], self.masters, strict=True):
-            weights.copy_(master)
-
-
 def run_windows(connect: Connect, text: str, world_size: int, steps: int) -> dict[str, list[float]]:
     """Windows on real ranks, with an evaluation between any two of them."""
     config = MODELS["gpt2"]
     parallel, plan = build(connect, text, world_size, config, Run())
     world = parallel.world
-    two = TwoVersions(parallel)
+    optimizer = adamw(*parallel.zero.optimizer_groups())
     whole = [global_batch(config, step) for step in range(steps)]
     groups = [microbatches(batch, plan, world.at["dp"]) for batch in whole]
     m = len(groups[0])
@@ -112,12 +85,12 @@ def run_windows(connect: Connect, text: str, world_size: int, steps: int) -> dic
             steps,
             lambda n: groups[n // m][n % m],
             count=lambda t: count(whole[t]),
-            select=two.select,
             sink=world.book.sink,
         )
         parallel.zero.finish()
         losses.append(float(parallel.share_loss(loss)[0]) / count(whole[step]))
-        two.update(step + 1)
+        optimizer.step()
+        parallel.zero.publish()
         with torch.no_grad():
             schedule = parallel.schedule(m, evaluation=True)
             held = parallel.executor.run(schedule, groups[0].__getitem__, count=1, sink=world.book.sink)
@@ -163,7 +136,13 @@ def delayed(steps: int) -> tuple[list[float], list[float]]:
 
 @pytest.mark.parametrize(
     ("text", "world_size"),
-    [("pp=2 micro=2", 2), ("pp=4 micro=2", 4), ("pp=2 micro=4", 2), ("pp=2 dp=2 micro=1", 4), ("micro=4", 1)],
+    [
+        ("pp=2 schedule=2bw micro=2", 2),
+        ("pp=4 schedule=2bw micro=2", 4),
+        ("pp=2 schedule=2bw micro=4 recompute=full", 2),
+        ("pp=2 dp=2 zero=1 schedule=2bw micro=1", 4),
+        ("schedule=2bw micro=4", 1),
+    ],
 )
 def test_two_buffered_weights_equal_one_process_with_delayed_gradients(pool: Pool, text: str, world_size: int) -> None:
     steps = 6
@@ -179,7 +158,7 @@ def run_wrong_window(connect: Connect) -> str:
     parallel, _ = build(connect, "micro=4", 1, MODELS["gpt2"], Run())
     with pytest.raises(ScheduleError) as caught:
         parallel.executor.run_window(
-            two_bw(1, 2), 1, 3, lambda n: None, count=lambda t: 1, select=lambda v: None, sink=parallel.world.book.sink
+            two_bw(1, 2), 1, 3, lambda n: None, count=lambda t: 1, sink=parallel.world.book.sink
         )
     return str(caught.value)
 

@@ -69,9 +69,9 @@ class _Flow:
     loader: Loader
     count: Callable[[int], int]
     """Microbatch -> unmasked targets of its global batch."""
-    select: Callable[[int], None]
-    """Make the weights those that a microbatch runs on."""
     train: bool
+    version: Callable[[int], int] | None = None
+    """Microbatch -> updates that the weights have had on which it runs; None: the weights are what they are."""
     flights: dict[tuple[int, int], _Flight] = field(default_factory=dict)
     arriving: dict[tuple[Kind, int, int], Pending] = field(default_factory=dict)
     handed: dict[tuple[Kind, int, int], Tensor] = field(default_factory=dict)
@@ -101,22 +101,16 @@ class Executor:
         self._stream: _Flow | None = None
         """In flight between windows."""
         self._windows = 0
-        """Windows that have ended, and so the updates that the weights have had; 0 without windows."""
-        self._select: Callable[[int], None] = _only_version
+        """Windows that have ended."""
 
     def run(self, schedule: Schedule, loader: Loader, *, count: int, sink: SpanSink) -> Tensor:
         """One step (or, for a forward-only schedule, one evaluation).
 
         ``count``: unmasked targets in the *global* batch; gradients are those of (sum of token losses) / count,
         whatever the microbatches, times the batch's ``scale``. Returns the fp32 sum of this rank's token losses: zero
-        where no last stage is. An evaluation between windows runs on the newest weights and leaves what is in flight.
+        where no last stage is. An evaluation between windows leaves what is in flight.
         """
-        flow = _Flow(
-            loader=loader,
-            count=lambda microbatch: count,
-            select=lambda microbatch: self._select(self._windows),
-            train=not schedule.forward_only,
-        )
+        flow = _Flow(loader=loader, count=lambda microbatch: count, train=not schedule.forward_only)
         self._play(schedule, schedule.ranks[self._world.at["pp"]], flow, sink)
         return self._sum(flow.losses)
 
@@ -128,27 +122,24 @@ class Executor:
         loader: Loader,
         *,
         count: Callable[[int], int],
-        select: Callable[[int], None],
         sink: SpanSink,
     ) -> Tensor:
         """The window of ``step`` in a run of ``steps`` that does not flush: the gradients of the step's own group.
 
         Microbatches are numbered through the whole run: ``loader(n)`` is microbatch ``n % m`` of step ``n // m``, which
-        is this step or the next, and ``count(t)`` the unmasked targets of step t's global batch. ``select(version)``
-        points the parameters at the weights that have had so many updates (`version_of`); the caller finishes, updates
-        and publishes after each window, so that window t makes version t + 1. Returns the fp32 sum of this rank's token
-        losses of this step's group. Raises `ScheduleError` for a step that does not follow the last one.
+        is this step or the next, and ``count(t)`` the unmasked targets of step t's global batch. Each group runs on the
+        weights of `version_of`; `Zero` keeps two versions, and the caller finishes, updates and publishes after each
+        window, so that window t makes version t + 1. Returns the fp32 sum of this rank's token losses of this step's
+        group. Raises `ScheduleError` for a step that does not follow the last one.
         """
         if step != self._windows:
             raise ScheduleError(f"window {step} does not follow: the next of this run is {self._windows}")
         m = windows.microbatches
-        self._select = select
         if self._stream is None:
-            self._stream = _Flow(loader=loader, count=count, select=select, train=True)
+            self._stream = _Flow(loader=loader, count=count, train=True, version=lambda n: version_of(n // m))
         flow = self._stream
         flow.loader = loader
-        flow.count = lambda microbatch: count(microbatch // m)
-        flow.select = lambda microbatch: select(version_of(microbatch // m))
+        flow.count = lambda n: count(n // m)
         schedule = windows.of(step, steps)
         actions = [shifted(action, step * m) for action in schedule.ranks[self._world.at["pp"]]]
         self._play(schedule, actions, flow, sink)
@@ -180,7 +171,8 @@ class Executor:
                 if action.kind in COMPUTE_KINDS:
                     book.phase = action.kind.value
                     self._await_input(action, flow)  # before the span begins: standing still is no compute
-                    flow.select(action.microbatch)
+                    if flow.version is not None:
+                        self._zero.select(flow.version(action.microbatch))
                     end = spans.begin(action)
                     self._compute(action, flow, homes, split=action.stage in schedule.splits)
                     end()
@@ -218,9 +210,10 @@ class Executor:
                 flow.weight_work[stage.index, action.microbatch] = stage.deferred.take()
         else:
             # Outside of autograd's own backward, which has gradients off.
+            work = flow.weight_work.pop((stage.index, action.microbatch))
             with torch.no_grad():
-                for work in flow.weight_work.pop((stage.index, action.microbatch)):
-                    work()
+                while work:
+                    work.pop(0)()  # what it held is free at once
 
     def _forward(self, stage: Stage, microbatch: int, flow: _Flow, homes: tuple[int, ...]) -> None:
         batch = flow.batch(microbatch)
@@ -283,10 +276,6 @@ class Executor:
     def _send(self, x: Tensor, peer: int) -> None:
         self._world.book.ledger.add("pp", "send", self._world.book.phase, 2, x.nbytes)
         self._world.wire.send(x.contiguous(), peer)
-
-
-def _only_version(version: int) -> None:
-    """Without windows there is nothing to choose."""
 
 
 def _handover(send: Kind, stage: int, way: int, homes: tuple[int, ...], microbatch: int) -> tuple[Kind, int, int]:
