@@ -66,10 +66,12 @@ def test_b_of_a_split_backward_leaves_the_matrices_to_w(pool: Pool) -> None:
     assert not changed["B"] & matrices
 
 
-def run_windows(connect: Connect, text: str, world_size: int, steps: int) -> dict[str, list[float]]:
+def run_windows(
+    connect: Connect, text: str, world_size: int, steps: int, transport: str = "auto"
+) -> dict[str, list[float]]:
     """Windows on real ranks, with an evaluation between any two of them."""
     config = MODELS["gpt2"]
-    parallel, plan = build(connect, text, world_size, config, Run())
+    parallel, plan = build(connect, text, world_size, config, Run(transport=transport))
     world = parallel.world
     optimizer = adamw(*parallel.zero.optimizer_groups())
     whole = [global_batch(config, step) for step in range(steps)]
@@ -165,3 +167,14 @@ def run_wrong_window(connect: Connect) -> str:
 
 def test_a_window_out_of_turn_is_refused(pool: Pool) -> None:
     assert "window 1 does not follow: the next of this run is 0" in pool.run(1, run_wrong_window)[0]
+
+
+@pytest.mark.parametrize("text", ["zb-v virtual=2", "zb-h2", "dualpipe-v virtual=2"])
+def test_over_gloo(pool: Pool, text: str) -> None:
+    check_equal(pool, f"pp=2 schedule={text} micro=2", 2, MODELS["llama"], Run(steps=2, transport="gloo"))
+
+
+def test_windows_over_gloo(pool: Pool) -> None:
+    losses, _ = delayed(3)
+    for result in pool.run(2, run_windows, "pp=2 schedule=2bw micro=2", 2, 3, "gloo"):
+        assert result["losses"] == pytest.approx(losses, rel=1e-5)
