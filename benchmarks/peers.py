@@ -6,14 +6,14 @@ batches.
 Machines are noisy: the same step varies by a factor of two within minutes. So both engines of a row live in the same
 worker processes and take turns, step by step; a row's ratio is the median of the pairwise ratios (peer seconds /
 plait seconds; above 1 plait is faster), printed with its quartiles. Peak memory is each engine's own, from runs that
-hold that engine alone. Where a peer has several settings, the fastest in a short trial is the one compared with.
+hold that engine alone. Where a peer has several settings, the fastest in a short trial is the one compared with;
+``least`` is the peak of the leanest of them.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
-import importlib.util
 import json
 import math
 import os
@@ -24,8 +24,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,120 +33,16 @@ import torch.multiprocessing as mp
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from bench_model import BenchConfig, draw_batch, draw_weights
+from bench_model import draw_batch, draw_weights
 from engine import Engine
-from peers_other import DeepSpeed, Megatron
-from peers_torch import DataParallel, FullyShard, Linear, Pipeline, TensorParallel
+from live import resident, settle, storage_bytes
+from peers_rows import CONFIG, ROWS, Row
 from plait.comm.world import World
 from plait.core.plan import Plan
-from plait_engine import Plait, PlaitAlone
+from plait_engine import Plait
 
-CONFIG = BenchConfig()
 TRIAL_STEPS = 3
 WARM_STEPS = 2
-Factory = Callable[[], Engine]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Row:
-    """One comparison: a plan of plait and the settings of its peer."""
-
-    name: str
-    plan: str
-    ranks: int
-    peers: tuple[Factory, ...]
-    ideal: float | None = None
-    """For rows against one process with as many threads: the share of it that the schedule itself allows."""
-
-
-def _rows() -> tuple[Row, ...]:
-    c = CONFIG
-
-    def against(name: str, plan: str, ranks: int, ideal: float) -> Row:
-        return Row(name=name, plan=plan, ranks=ranks, peers=_one_process(ranks), ideal=ideal)
-
-    rows = [
-        Row(
-            name="ddp",
-            plan="dp=2 zero=1 micro=2",
-            ranks=2,
-            peers=(lambda: DataParallel(c), lambda: DataParallel(c, microbatches=2)),
-        ),
-        Row(
-            name="fsdp2",
-            plan="dp=2 zero=1 micro=2",
-            ranks=2,
-            peers=(
-                lambda: FullyShard(c, reshard_after_forward=False),
-                lambda: FullyShard(c, reshard_after_forward=False, microbatches=2),
-                lambda: FullyShard(c, reshard_after_forward=True),
-            ),
-        ),
-        Row(
-            name="dtensor-tp",
-            plan="tp=2 sequence_parallel=false micro=4",
-            ranks=2,
-            peers=(
-                lambda: TensorParallel(c, sequence_parallel=False),
-                lambda: TensorParallel(c, sequence_parallel=False, microbatches=2),
-            ),
-        ),
-        Row(
-            name="dtensor-tp-sp",
-            plan="tp=2 micro=4",
-            ranks=2,
-            peers=(
-                lambda: TensorParallel(c, sequence_parallel=True),
-                lambda: TensorParallel(c, sequence_parallel=True, microbatches=2),
-            ),
-        ),
-        Row(name="pipelining-1f1b-4", plan="pp=2 micro=2", ranks=2, peers=(lambda: Pipeline(c, "1f1b", 4),)),
-        Row(name="pipelining-1f1b-8", plan="pp=2 micro=1", ranks=2, peers=(lambda: Pipeline(c, "1f1b", 8),)),
-        Row(
-            name="dtensor-tp2-pp2",
-            plan="tp=2 pp=2 micro=2",
-            ranks=4,
-            peers=(lambda: Pipeline(c, "1f1b", 4, tp=2), lambda: Pipeline(c, "1f1b", 8, tp=2)),
-        ),
-        against("threads-dp2", "dp=2 zero=1 micro=2", 2, 1.0),
-        against("threads-tp2", "tp=2 micro=4", 2, 1.0),
-        against("threads-pp2", "pp=2 micro=1", 2, 8 / 9),
-        Row(
-            name="one-thread",
-            plan="micro=2",
-            ranks=1,
-            peers=(lambda: Linear(c, threads=1), lambda: Linear(c, threads=1, microbatches=4)),
-        ),
-    ]
-    return tuple(rows + _other_rows())
-
-
-def _other_rows() -> list[Row]:
-    """DeepSpeed and Megatron-core, where they are installed."""
-    rows = []
-    if importlib.util.find_spec("deepspeed"):
-        peers = tuple(partial(DeepSpeed, CONFIG, microbatches=count) for count in (1, 2))
-        rows.append(Row(name="deepspeed-zero1", plan="dp=2 zero=1 micro=2", ranks=2, peers=peers))
-    if importlib.util.find_spec("megatron"):
-        # One Megatron engine a process: its groups are global. So one setting each, no trial.
-        for name, plan, ranks, sizes in (
-            ("megatron-tp", "tp=2 sequence_parallel=false micro=4", 2, {"tp": 2}),
-            ("megatron-pp-8", "pp=2 micro=1", 2, {"pp": 2, "microbatches": 8}),
-            ("megatron-tp2-pp2", "tp=2 pp=2 micro=2", 4, {"tp": 2, "pp": 2, "microbatches": 4}),
-        ):
-            rows.append(Row(name=name, plan=plan, ranks=ranks, peers=(partial(Megatron, CONFIG, **sizes),)))
-    return rows
-
-
-def _one_process(threads: int) -> tuple[Factory, ...]:
-    return (
-        lambda: Linear(CONFIG, threads=threads),
-        lambda: PlaitAlone(CONFIG, "micro=8", threads),
-        lambda: PlaitAlone(CONFIG, "micro=2", threads),
-    )
-
-
-ROWS = _rows()
 
 
 def _join(rank: int, ranks: int, port: int, plan: str) -> World:
@@ -260,24 +154,23 @@ def _where(engine: Plait, batch: tuple[torch.Tensor, torch.Tensor], world: World
 
 
 def _memory(rank: int, row_index: int, which: int, ranks: int, port: int, path: str) -> None:
-    """Peak resident bytes of an engine alone: plait (which -1) or a peer's setting."""
+    """Bytes of an engine alone, plait (which -1) or a peer's setting: the peak resident ones, and at rest between
+    steps those of tensors (training state), on the fullest rank."""
     row = ROWS[row_index]
     world = _join(rank, ranks, port, row.plan)
     engine = Plait(CONFIG, row.plan, world) if which < 0 else row.peers[which]()
     weights = draw_weights(CONFIG)
     engine.setup(rank, ranks, weights)
     del weights
-    gc.collect()
+    settle()
     # Setting up held the whole model's weights for a moment: the peak counts from here (proc(5), clear_refs 5).
     Path("/proc/self/clear_refs").write_text("5")
     for step in range(3):
         engine.step(*draw_batch(CONFIG, step))
-    status = Path("/proc/self/status").read_text()
-    resident = next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmHWM:"))
-    peak = torch.tensor([resident * 1024], dtype=torch.float64)
-    dist.all_reduce(peak, op=dist.ReduceOp.MAX)
+    numbers = torch.tensor([resident("VmHWM"), storage_bytes()], dtype=torch.float64)
+    dist.all_reduce(numbers, op=dist.ReduceOp.MAX)
     if rank == 0:
-        Path(path).write_text(json.dumps(peak.item()))
+        Path(path).write_text(json.dumps(dict(zip(("peak", "state"), numbers.tolist(), strict=True))))
     world.close()
 
 
@@ -294,12 +187,21 @@ def _spawn(function: Callable[..., None], ranks: int, *args: Any) -> Any:
         return json.loads(Path(path).read_text())
 
 
+def _leave() -> None:
+    """Ends a rank that has written its result: gloo's threads of a peer may abort an ordinary exit of the process."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
+
+
 def _memory_entry(rank: int, row_index: int, which: int, ranks: int, port: int, path: str) -> None:
     _memory(rank, row_index, which, ranks, port, path)
+    _leave()
 
 
 def _compare_entry(rank: int, row_index: int, pairs: int, ranks: int, port: int, path: str) -> None:
     _compare(rank, row_index, ranks, port, pairs, path)
+    _leave()
 
 
 def measure(index: int, pairs: int, memory: bool) -> dict[str, Any]:
@@ -311,9 +213,12 @@ def measure(index: int, pairs: int, memory: bool) -> dict[str, Any]:
         result["ideal"] = row.ideal
         result["of_ideal"] = result["ratio"] / row.ideal
     if memory:
-        result["plait_peak_bytes"] = int(_spawn(_memory_entry, row.ranks, index, -1))
-        chosen = [make().name for make in row.peers].index(result["peer"])
-        result["peer_peak_bytes"] = int(_spawn(_memory_entry, row.ranks, index, chosen))
+        ours = _spawn(_memory_entry, row.ranks, index, -1)
+        theirs = [_spawn(_memory_entry, row.ranks, index, which) for which in range(len(row.peers))]
+        chosen = theirs[[make().name for make in row.peers].index(result["peer"])]
+        result |= {"plait_peak_bytes": ours["peak"], "plait_state_bytes": ours["state"]}
+        result |= {"peer_peak_bytes": chosen["peak"], "peer_state_bytes": chosen["state"]}
+        result["peer_least_peak_bytes"] = min(one["peak"] for one in theirs)
     return result
 
 
@@ -329,13 +234,15 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
     """The rows for people."""
     lines = [
         f"{'row':20} {'plan':38} {'ratio':>6} {'q1':>6} {'q3':>6} {'plait tok/s':>12} {'peer tok/s':>11} "
-        f"{'MB plait':>9} {'peer':>6}"
+        f"{'MB plait':>9} {'peer':>6} {'least':>6}  peer's setting"
     ]
     for row in rows:
-        memory = [f"{row[key] / 2**20:.0f}" if key in row else "-" for key in ("plait_peak_bytes", "peer_peak_bytes")]
+        keys = ("plait_peak_bytes", "peer_peak_bytes", "peer_least_peak_bytes")
+        memory = [f"{row[key] / 2**20:.0f}" if key in row else "-" for key in keys]
         lines.append(
             f"{row['name']:20} {row['plan']:38} {row['ratio']:6.3f} {row['q1']:6.3f} {row['q3']:6.3f} "
-            f"{row['plait_tokens_per_s']:12.0f} {row['peer_tokens_per_s']:11.0f} {memory[0]:>9} {memory[1]:>6}"
+            f"{row['plait_tokens_per_s']:12.0f} {row['peer_tokens_per_s']:11.0f} {memory[0]:>9} {memory[1]:>6} "
+            f"{memory[2]:>6}  {row['peer']}"
         )
     peers = [row["ratio"] for row in rows if "ideal" not in row and row["name"] != "one-thread"]
     if peers:

@@ -9,18 +9,15 @@ gives one training step: forward, backward, gradient clipping at 1.0, fused Adam
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B, ScheduleZBVZeroBubble
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -114,18 +111,26 @@ class DataParallel(Engine):
 
 
 class FullyShard(Engine):
-    """FSDP2, dp=2, one unit a block; the root holds embedding, norm and head.
+    """FSDP2 on dp, one unit a block; the root holds embedding, norm and head.
 
     Keeping the gathered weights until backward is faster (2.58 against 2.65 CPU seconds a step; one gather a block
-    less), resharding needs less memory: both are rows.
+    less), resharding needs less memory: both are rows. ``prefetch``: each block asks for the next one's weights (the
+    one before it, in backward) before it computes, as torchtitan does; FSDP2's own prefetch asks one block late.
     """
 
-    ranks = 2
-
-    def __init__(self, config: BenchConfig, reshard_after_forward: bool = False, microbatches: int = 1) -> None:
+    def __init__(
+        self,
+        config: BenchConfig,
+        reshard_after_forward: bool = False,
+        microbatches: int = 1,
+        prefetch: bool = False,
+        ranks: int = 2,
+    ) -> None:
         super().__init__(config)
-        self.reshard, self.microbatches = reshard_after_forward, microbatches
-        self.name = named("fsdp2" if reshard_after_forward else "fsdp2, no reshard", microbatches)
+        self.reshard, self.microbatches, self.prefetch = reshard_after_forward, microbatches, prefetch
+        self.ranks = ranks
+        name = f"fsdp2{', no reshard' * (not reshard_after_forward)}{', prefetch' * prefetch}"
+        self.name = named(name, microbatches)
 
     def setup(self, rank: int, world_size: int, weights: Mapping[str, Tensor]) -> None:
         self.require(world_size)
@@ -133,9 +138,12 @@ class FullyShard(Engine):
         mesh = init_device_mesh("cpu", (world_size,))
         self.model = BenchModel(self.config)
         self.model.load(weights)
-        for block in self.model.layers.values():
-            fully_shard(block, mesh=mesh, reshard_after_forward=self.reshard)
+        blocks = [fully_shard(b, mesh=mesh, reshard_after_forward=self.reshard) for b in self.model.layers.values()]
         fully_shard(self.model, mesh=mesh, reshard_after_forward=self.reshard)
+        if self.prefetch:
+            for block, after in pairwise(blocks):
+                block.set_modules_to_forward_prefetch([after])
+                after.set_modules_to_backward_prefetch([block])
         self.update = Update((p, 1) for p in self.model.parameters())
 
     def step(self, tokens_BT: Tensor, targets_BT: Tensor) -> float:
@@ -243,119 +251,23 @@ class TensorParallel(Engine):
         return self.finish(value / self.world_size)
 
 
-@dataclass(frozen=True, kw_only=True)
-class PipelinePlan:
-    """A schedule of torch.distributed.pipelining: how many stages a rank holds and on which rank each stage lies."""
-
-    build: Callable[..., Any]
-    stages_per_rank: int
-    rank_of: Callable[[int, int], int]
-
-
-PIPELINES = {
-    "1f1b": PipelinePlan(build=Schedule1F1B, stages_per_rank=1, rank_of=lambda stage, size: stage),
-    "interleaved": PipelinePlan(
-        build=ScheduleInterleaved1F1B, stages_per_rank=2, rank_of=lambda stage, size: stage % size
-    ),
-    "zbv": PipelinePlan(
-        build=ScheduleZBVZeroBubble, stages_per_rank=2, rank_of=lambda s, size: min(s, 2 * size - 1 - s)
-    ),
-}
-
-
-def cut(layers: int, stages: int, tail: float = 1.5) -> list[range]:
-    """Contiguous layer ranges with near-equal cost; the head and its loss count as ``tail`` layers of the last stage.
-
-    8 layers on 2 stages: 5 | 3, whose slower rank takes 2.5 CPU seconds a step against 2.7 for 4 | 4.
-    """
-    bounds = [min(round(i * (layers + tail) / stages), layers - (stages - i)) for i in range(stages)] + [layers]
-    return [range(a, b) for a, b in pairwise(bounds)]
-
-
-class Pipeline(Engine):
-    """torch.distributed.pipelining over 2 stages' ranks, optionally times DTensor tensor parallelism of size ``tp``."""
-
-    def __init__(
-        self,
-        config: BenchConfig,
-        schedule: str = "1f1b",
-        microbatches: int = 4,
-        tp: int = 1,
-        stage_layers: tuple[int, ...] | None = None,
-    ) -> None:
-        super().__init__(config)
-        self.plan, self.microbatches, self.tp, self.pp = PIPELINES[schedule], microbatches, tp, 2
-        self.stage_layers = stage_layers
-        self.ranks = self.pp * tp
-        self.name = f"{'dtensor tp2 x ' if tp > 1 else ''}pipelining {schedule}, {microbatches} microbatches"
-
-    def ranges(self) -> list[range]:
-        stages = self.pp * self.plan.stages_per_rank
-        if self.stage_layers is None:
-            return cut(self.config.layers, stages)
-        bounds = [sum(self.stage_layers[:i]) for i in range(stages + 1)]
-        return [range(a, b) for a, b in pairwise(bounds)]
-
-    def setup(self, rank: int, world_size: int, weights: Mapping[str, Tensor]) -> None:
-        self.require(world_size)
-        mesh = init_device_mesh("cpu", (self.pp, self.tp), mesh_dim_names=("pp", "tp"))
-        place, self.count = rank // self.tp, 1
-        ranges = self.ranges()
-        held = [s for s in range(len(ranges)) if self.plan.rank_of(s, self.pp) == place]
-        self.first, self.last = 0 in held, len(ranges) - 1 in held
-        self.models, stages = [], []
-        for s in held:
-            model = BenchModel(self.config, ranges[s])
-            model.load(weights)
-            if self.tp > 1:
-                tensor_parallel(model, mesh["tp"], sequence_parallel=False)
-            self.models.append(model)
-            stages.append(PipelineStage(model, s, len(ranges), torch.device("cpu"), group=mesh["pp"].get_group()))
-        # scale_grads=False: the loss is already divided by the global token count.
-        self.schedule = self.plan.build(
-            stages[0] if self.plan.stages_per_rank == 1 else stages,
-            self.microbatches,
-            loss_fn=self.loss,
-            scale_grads=False,
-        )
-        self.update = Update((p, replicas(p, self.tp)) for model in self.models for p in model.parameters())
-
-    def loss(self, logits: Tensor, targets: Tensor) -> Tensor:
-        return token_loss(logits, targets) / self.count
-
-    def step(self, tokens_BT: Tensor, targets_BT: Tensor) -> float:
-        self.count = unmasked(targets_BT)
-        losses: list[Tensor] = []
-        with loss_parallel() if self.tp > 1 else nullcontext():
-            self.schedule.step(
-                *((tokens_BT,) if self.first else ()),
-                target=targets_BT if self.last else None,
-                losses=losses if self.last else None,
-                return_outputs=False,
-            )
-        return self.finish(sum(local_of(loss.detach()).item() for loss in losses) / self.tp)
-
-
 def engines(config: BenchConfig) -> list[Engine]:
-    """Every engine of the table, one process first."""
+    """Every engine of this file, one process first."""
     return [
         Linear(config, threads=1),
         Linear(config, threads=2),
         DataParallel(config),
         FullyShard(config, reshard_after_forward=False),
         FullyShard(config, reshard_after_forward=True),
+        FullyShard(config, reshard_after_forward=True, prefetch=True),
+        FullyShard(config, reshard_after_forward=True, ranks=4),
         TensorParallel(config, sequence_parallel=False),
         TensorParallel(config, sequence_parallel=True),
         DataParallel(config, microbatches=2),
         FullyShard(config, reshard_after_forward=False, microbatches=2),
+        FullyShard(config, reshard_after_forward=True, microbatches=2),
         TensorParallel(config, sequence_parallel=False, microbatches=4),
         TensorParallel(config, sequence_parallel=True, microbatches=4),
-        Pipeline(config, "1f1b", 4),
-        Pipeline(config, "1f1b", 8),
-        Pipeline(config, "interleaved", 4),
-        Pipeline(config, "zbv", 4),
-        Pipeline(config, "1f1b", 4, tp=2),
-        Pipeline(config, "1f1b", 8, tp=2),
     ]
 
 

@@ -1,87 +1,27 @@
-"""DeepSpeed ZeRO-1 and Megatron-core on the benchmark model, on CPU with gloo; each joins where it is installed.
+"""Megatron-core on the benchmark model, on CPU with gloo, where it is installed.
 
-    pip install deepspeed           # DS_BUILD_OPS=0: nothing of it has to be compiled for ZeRO-1
     pip install megatron-core
 
-``python benchmarks/peers_other.py --check`` runs them beside one process. ``engines`` leaves out what cannot be
-imported and says so on standard error.
+``python benchmarks/peers_megatron.py --check`` runs it beside one process.
 """
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
-import os
 import sys
 import types
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bench_model import BenchConfig, BenchModel, token_loss
-from engine import BETAS, CLIP, LEARNING_RATE, WEIGHT_DECAY, Engine, Update, microbatches, named, unmasked
+from bench_model import BenchConfig
+from engine import Engine, Update, microbatches, named, unmasked
 from engine_check import main
-from peers_torch import Linear, cut
-
-
-class DeepSpeed(Engine):
-    """DeepSpeed ZeRO-1, dp=2, with torch's fused AdamW over its flat partitions and its own clipping."""
-
-    ranks = 2
-
-    def __init__(self, config: BenchConfig, microbatches: int = 1) -> None:
-        super().__init__(config)
-        self.name, self.microbatches = named("deepspeed zero-1", microbatches), microbatches
-
-    def setup(self, rank: int, world_size: int, weights: Mapping[str, Tensor]) -> None:
-        self.require(world_size)
-        os.environ["DS_ACCELERATOR"] = "cpu"
-        # Read by DeepSpeed's CPU accelerator in place of its launcher; LOCAL_SIZE also by its communication layer.
-        os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank), LOCAL_SIZE=str(world_size))
-        import deepspeed
-
-        # Only its inference uses the shared-memory all-reduce, which would be compiled here, for minutes, under a lock.
-        # (import_module, because the attribute deepspeed.comm.torch is torch itself.)
-        importlib.import_module("deepspeed.comm.torch").__dict__["build_shm_op"] = lambda: None
-        self.rank, self.world_size = rank, world_size
-        deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False, verbose=False)
-        model = BenchModel(self.config)
-        model.load(weights)
-        groups = [
-            {"params": [p for p in model.parameters() if p.ndim >= 2], "weight_decay": WEIGHT_DECAY},
-            {"params": [p for p in model.parameters() if p.ndim < 2], "weight_decay": 0.0},
-        ]
-        micro = self.config.batch // world_size // self.microbatches
-        settings = {
-            "train_batch_size": self.config.batch,
-            "train_micro_batch_size_per_gpu": micro,
-            "gradient_accumulation_steps": self.microbatches,
-            "gradient_clipping": CLIP,
-            "zero_optimization": {"stage": 1, "overlap_comm": False, "contiguous_gradients": True},
-            "zero_allow_untested_optimizer": True,
-            "steps_per_print": 10**9,
-        }
-        optimizer = torch.optim.AdamW(groups, lr=LEARNING_RATE, betas=BETAS, fused=True)
-        self.engine, *_ = deepspeed.initialize(
-            model=model, optimizer=optimizer, config=settings, dist_init_required=False
-        )
-
-    def step(self, tokens_BT: Tensor, targets_BT: Tensor) -> float:
-        count, total = unmasked(targets_BT), torch.zeros((), dtype=torch.float64)
-        tokens, targets = tokens_BT.chunk(self.world_size)[self.rank], targets_BT.chunk(self.world_size)[self.rank]
-        for micro_tokens, micro_targets in microbatches(tokens, targets, self.microbatches):
-            # DeepSpeed averages over ranks and microbatches: the factor turns that into the sum of the shares.
-            loss = token_loss(self.engine(micro_tokens), micro_targets) / count
-            self.engine.backward(loss * (self.world_size * self.microbatches))
-            self.engine.step()
-            total += loss.detach()
-        dist.all_reduce(total)
-        self.grad_norm = float(self.engine.get_global_grad_norm())
-        return total.item()
+from peers_pipeline import cut
+from peers_torch import Linear
 
 
 def megatron_on_cpu() -> None:
@@ -252,19 +192,14 @@ class Megatron(Engine):
 
 
 def engines(config: BenchConfig) -> list[Engine]:
-    """One process, and every engine whose package is installed; a line on standard error for each that is not."""
+    """One process, and Megatron-core where it is installed (a line on standard error where not)."""
     found: list[Engine] = [Linear(config, threads=1)]
-    if importlib.util.find_spec("deepspeed") is not None:
-        found += [DeepSpeed(config), DeepSpeed(config, microbatches=2)]
-    else:
-        print("deepspeed is not installed: its rows are left out (pip install deepspeed)", file=sys.stderr)
-    if importlib.util.find_spec("megatron") is not None:
-        found += [Megatron(config, tp=2), Megatron(config, tp=2, microbatches=4)]
-        found += [Megatron(config, pp=2, microbatches=m) for m in (4, 8)]
-        found += [Megatron(config, tp=2, pp=2, microbatches=m) for m in (4, 8)]
-    else:
+    if importlib.util.find_spec("megatron") is None:
         print("megatron-core is not installed: its rows are left out (pip install megatron-core)", file=sys.stderr)
-    return found
+        return found
+    found += [Megatron(config, tp=2), Megatron(config, tp=2, microbatches=4)]
+    found += [Megatron(config, pp=2, microbatches=m) for m in (4, 8)]
+    return found + [Megatron(config, tp=2, pp=2, microbatches=m) for m in (4, 8)]
 
 
 if __name__ == "__main__":
