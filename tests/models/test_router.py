@@ -83,6 +83,19 @@ def test_a_row_takes_the_same_experts_whichever_rows_are_beside_it(name: str, dt
             assert torch.equal(part.weights_NK, whole.weights_NK[rows])
 
 
+def test_logits_are_products_in_fp64() -> None:
+    """1e8 + 1 - 1e8 is 1 in fp64 in any order, and 0 or 1 in fp32: a choice would hang on the order of the sum."""
+    router, h_ND = make_router(dataclasses.replace(BASE, normalise=False)), torch.zeros(ROWS, HIDDEN)
+    h_ND[:, 0], h_ND[:, 7], h_ND[:, 15] = 1e8, 1.0, -1e8
+    with torch.no_grad():
+        router.weight.zero_()[3] = 1.0
+        router.weight[5] = 0.5
+    choice: Choice = router(h_ND, make_batch())
+    scores = torch.tensor([0.0, 0, 0, 1, 0, 0.5, 0, 0]).softmax(0)
+    assert torch.equal(choice.experts_NK, torch.tensor([3, 5]).expand(ROWS, 2))
+    torch.testing.assert_close(choice.weights_NK, scores[[3, 5]].expand(ROWS, 2))
+
+
 def test_of_equal_scores_the_lower_expert_comes_first() -> None:
     for config in (BASE, dataclasses.replace(BASE, score="sigmoid", bias=True, groups=4, top_groups=2)):
         router = make_router(config)
