@@ -9,9 +9,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from plait.comm.group import Alone, Book
 from plait.core.shard import Cut, Section, ShardSpec
 from plait.parallel.flat import Bucket, Held, bucket_groups, counted_ranges, decays, overlap, square_sum
+from plait.parallel.fold import Fold
 from plait.parallel.grads import Deferred
+from plait.parallel.reducer import Exact
 
 
 def held(name: str, spec: ShardSpec, at: dict[str, int], sizes: dict[str, int], *, stage: int = 0) -> Held:
@@ -28,6 +31,10 @@ def held(name: str, spec: ShardSpec, at: dict[str, int], sizes: dict[str, int], 
         trained=True,
         deferred=Deferred(),
     )
+
+
+ALONE = Alone("dp+cp", Book(), torch.device("cpu"))
+FOLD = Fold(shards=1, index=0, first=True, reducer=Exact(ALONE), across=None, gather=ALONE)
 
 
 @given(st.integers(0, 20), st.integers(0, 20), st.integers(0, 20), st.integers(0, 20))
@@ -83,11 +90,25 @@ def test_every_logical_element_is_counted_once(
             index = dp_index if level else 0
             flat = torch.zeros(length)
             shard = slice(index * length // shards, (index + 1) * length // shards)
+            for one in ones:
+                one.counted = level > 0 or dp_index == 0
             bucket = Bucket(
-                held=ones, offsets=offsets, weights=flat, grads=flat, shard=shard, master=flat[shard], stage=0
+                key=0,
+                held=ones,
+                offsets=offsets,
+                length=length,
+                shard=shard,
+                fold=FOLD,
+                stage=0,
+                gathered=False,
+                weights=flat,
+                spare=None,
+                own=flat[shard],
+                master=flat[shard],
+                grads=flat,
             )
-            ranges = counted_ranges(bucket, at, level)
-            assert all(shard.start <= one.start < one.stop <= shard.stop for one in ranges)
+            ranges = counted_ranges(bucket, at)
+            assert all(0 <= one.start < one.stop <= shard.stop - shard.start for one in ranges)
             assert all(a.stop < b.start for a, b in itertools.pairwise(ranges))
             counted += sum(one.stop - one.start for one in ranges)
     assert counted == wanted

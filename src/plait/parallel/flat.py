@@ -6,6 +6,7 @@ Arithmetic and views only; what is communicated is `plait.parallel.zero`'s busin
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -13,10 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from plait.comm.group import Pending
-from plait.core.shard import Piece, ShardSpec
+from plait.core.shard import Copies, Piece, ShardSpec
+from plait.parallel.fold import Fold
 from plait.parallel.grads import Deferred, Slot
 from plait.parallel.linear import Fused
-from plait.parallel.rules import DATA_AXES
+from plait.parallel.rules import DATA_AXES, EXPERT_DATA_AXES
 
 ALIGN = 16
 """Shards begin at multiples of this many elements (64 bytes of fp32)."""
@@ -41,50 +43,98 @@ class Held:
     """Every (module, attribute) that refers to the parameter."""
     trained: bool
     deferred: Deferred
+    dtype: torch.dtype | None = None
+    """Of the weights, where it is not the run's."""
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    def runs(self) -> list[tuple[tuple[Copies, ...], slice]]:
+        """The flat tensor as stretches of elements with the same holders."""
+        holders = [piece.copies for piece in self.pieces]
+        if all(copies == holders[0] for copies in holders):
+            return [(holders[0], slice(0, self.numel))]
+        # Blocks with different holders are sections of dim 0: runs of whole rows.
+        row = math.prod(self.shape[1:])
+        return [(p.copies, slice(p.local[0][0] * row, p.local[0][1] * row)) for p in self.pieces]
 
 
 @dataclass(kw_only=True)
 class Bucket:
-    """One flat run of parameters that are reduced together, and this rank's shard of it."""
+    """One flat run of parameters that are reduced and gathered together, and this rank's shard of it."""
 
+    key: int
     held: list[Held]
     offsets: list[int]
-    weights: Tensor
-    grads: Tensor
+    length: int
     shard: slice
-    master: Tensor
-    """fp32 [shard]: what the optimizer updates; a view of ``weights`` when those are fp32."""
+    fold: Fold
     stage: int | None
-    waiting: int = 0
-    reduction: Pending | None = None
+    """None: several stages of this rank have parts of its gradients."""
+    gathered: bool
+    """Whether ``weights`` have memory only while they are needed (level 3)."""
+    weights: Tensor
+    """[length] what the parameters are views of."""
+    spare: Tensor | None
+    """[length] the other version of the weights, where there are two."""
+    own: Tensor
+    """[shard] the weights of this rank's shard; a view of ``weights`` unless those are gathered."""
+    master: Tensor
+    """fp32 [shard]: what the optimizer updates; the same memory as ``own`` when one version of fp32 weights is kept."""
+    grads: Tensor
+    """fp32: [length] at levels 0 and 1, [shard] at levels 2 and 3, empty where nothing trains."""
+    views: list[nn.Parameter] = field(default_factory=list)
+    """The parameters, in the order of ``held``."""
     slots: list[Slot] = field(default_factory=list)
+    waiting: int = 0
+    """Gradients that the reduction still waits for."""
+    reduction: Pending | None = None
 
     @property
     def shard_grads(self) -> Tensor:
-        return self.grads[self.shard]
+        """fp32 [shard], a view of ``grads``."""
+        return self.grads if self.grads.numel() < self.length else self.grads[self.shard]
 
-    def weight(self, index: int) -> Tensor:
-        """The local weights of parameter ``index`` of the bucket, as a view."""
-        shape, offset = self.held[index].shape, self.offsets[index]
-        return self.weights[offset : offset + math.prod(shape)].view(shape)
+    @property
+    def first(self) -> int:
+        """The earliest place of the model that the bucket has parameters of: its gradients are whole behind it."""
+        return min(place_of(one.name) for one in self.held)
 
-    def stretch(self, index: int, piece: Piece) -> slice | None:
-        """What this rank's shard covers of a block of parameter ``index``, which must be contiguous in it."""
-        shape, offset = self.held[index].shape, self.offsets[index]
-        if len(self.held[index].pieces) == 1:
-            return overlap(offset, offset + math.prod(shape), self.shard)
-        # Several blocks are sections of dim 0: runs of whole rows.
-        row = math.prod(shape[1:])
-        return overlap(offset + piece.local[0][0] * row, offset + piece.local[0][1] * row, self.shard)
+    def view(self, whole: Tensor, index: int) -> Tensor:
+        """Parameter ``index`` in a flat tensor of the whole bucket."""
+        one, offset = self.held[index], self.offsets[index]
+        return whole[offset : offset + one.numel].view(one.shape)
+
+    def within(self, index: int, run: slice) -> slice | None:
+        """Where this rank's shard has elements ``run`` of parameter ``index``, from the shard's start on."""
+        offset, begin = self.offsets[index], self.shard.start
+        found = overlap(offset + run.start, offset + run.stop, self.shard)
+        return None if found is None else slice(found.start - begin, found.stop - begin)
+
+    def stretches(self, shard: Tensor) -> list[tuple[Held, int, Tensor]]:
+        """(parameter, flat start in it, values) of all that a flat tensor [shard] holds."""
+        rows = []
+        for index, one in enumerate(self.held):
+            found = self.within(index, slice(0, one.numel))
+            if found is not None:
+                rows.append((one, self.shard.start + found.start - self.offsets[index], shard[found]))
+        return rows
+
+    def put(self, index: int, shard: Tensor, values: Tensor) -> None:
+        """Set what a flat tensor [shard] holds of parameter ``index`` from values of the parameter's shape."""
+        found = self.within(index, slice(0, self.held[index].numel))
+        if found is not None:
+            start = self.shard.start + found.start - self.offsets[index]
+            shard[found].copy_(values.reshape(-1)[start : start + found.stop - found.start])
 
     def fill(self, index: int, values: Tensor) -> None:
-        """Set the weights of parameter ``index``, and what its fp32 master here covers of them, from fp32 values."""
-        view, offset = self.weight(index), self.offsets[index]
-        view.copy_(values)
-        stretch = overlap(offset, offset + view.numel(), self.shard)
-        if stretch is not None and self.weights.dtype != torch.float32:
-            part = values.reshape(-1)[stretch.start - offset : stretch.stop - offset]
-            self.master[stretch.start - self.shard.start : stretch.stop - self.shard.start].copy_(part)
+        """Set the weights of parameter ``index``, and what its shards here cover of them, from fp32 values."""
+        for whole in (self.weights, self.spare):
+            if whole is not None and not self.gathered:
+                self.view(whole, index).copy_(values)
+        for shard in (self.own, self.master):
+            self.put(index, shard, values)
 
 
 def square_sum(flat: Tensor) -> Tensor:
@@ -101,21 +151,36 @@ def overlap(start: int, stop: int, window: slice) -> slice | None:
     return slice(begin, end) if begin < end else None
 
 
+def is_data(axis: str) -> bool:
+    """Whether ranks along ``axis`` see other data, in either fold."""
+    return axis in DATA_AXES or axis in EXPERT_DATA_AXES
+
+
 def decays(one: Held) -> bool:
     """Decoupled weight decay acts on tensors of two or more dims only: not on norms and biases."""
     return len(one.spec.shape) >= 2
 
 
-def bucket_groups(held: Sequence[Held], bucket_bytes: int) -> list[list[Held]]:
-    """Parameters that may share a bucket, in the order in which backward completes them."""
+def place_of(name: str) -> int:
+    """Where in the model's forward a parameter is used first: -1 the embedding, i layer i, more than any: the rest."""
+    part, _, rest = name.partition(".")
+    if part == "layers":
+        return int(rest.partition(".")[0])
+    return -1 if part == "embed" else sys.maxsize
+
+
+def bucket_groups(held: Sequence[Held], bucket_bytes: int, *, by_place: bool = False) -> list[list[Held]]:
+    """Parameters that may share a bucket, in the order in which backward completes them.
+
+    ``by_place``: none has parameters of two layers, so that each layer can be gathered by itself.
+    """
     kinds: dict[tuple[object, ...], list[Held]] = {}
     for one in reversed(held):
-        partial = any(
-            copies.partial and copies.axis not in DATA_AXES for piece in one.pieces for copies in piece.copies
-        )
+        partial = any(copies.partial and not is_data(copies.axis) for piece in one.pieces for copies in piece.copies)
         # Partial ones apart: their layout is then the same on all their holders, whatever is cut unevenly elsewhere.
         # A tied weight is the same on both its stages for the same reason.
-        kinds.setdefault((one.stage, one.tied, decays(one), partial), []).append(one)
+        kind = (one.stage, one.tied, decays(one), partial, one.spec.expert, one.dtype)
+        kinds.setdefault((*kind, place_of(one.name) if by_place else 0), []).append(one)
     groups: list[list[Held]] = []
     for members in kinds.values():
         filled = bucket_bytes
@@ -129,16 +194,14 @@ def bucket_groups(held: Sequence[Held], bucket_bytes: int) -> list[list[Held]]:
     return groups
 
 
-def counted_ranges(bucket: Bucket, at: Mapping[str, int], level: int) -> list[slice]:
-    """Stretches of this rank's gradient shard that no other rank counts."""
-    if level == 0 and any(at[axis] for axis in DATA_AXES):
-        return []
+def counted_ranges(bucket: Bucket, at: Mapping[str, int]) -> list[slice]:
+    """Stretches of this rank's shard that no other rank counts."""
     ranges: list[slice] = []
     for index, one in enumerate(bucket.held):
-        for piece in one.pieces if one.counted else ():
-            if not all(at[copies.axis] == copies.first for copies in piece.copies if copies.axis not in DATA_AXES):
+        for copied, run in one.runs() if one.counted else ():
+            if not all(at[copies.axis] == copies.first for copies in copied if not is_data(copies.axis)):
                 continue
-            stretch = bucket.stretch(index, piece)
+            stretch = bucket.within(index, run)
             if stretch is not None and ranges and ranges[-1].stop == stretch.start:
                 ranges[-1] = slice(ranges[-1].start, stretch.stop)
             elif stretch is not None:
@@ -147,10 +210,9 @@ def counted_ranges(bucket: Bucket, at: Mapping[str, int], level: int) -> list[sl
 
 
 def attach(one: Held, parameter: nn.Parameter, slot: Slot) -> None:
-    """Put the parameter into its modules and route its gradient to the slot."""
+    """Route the gradient of the parameter, which its modules hold, to the slot."""
     by_autograd = False
     for module, attribute in one.owners:
-        setattr(module, attribute, parameter)
         if isinstance(module, Fused):
             module.slots[attribute] = slot
         else:

@@ -35,17 +35,37 @@ class Deferred:
 class Slot:
     """The gradient of one parameter on this rank, summed over microbatches in fp32.
 
-    ``uses``: contributions a microbatch brings (2 for a tied weight whose both ends are here).
+    ``uses``: contributions a microbatch brings (2 for a tied weight whose both ends are here). ``grad`` is None while
+    there is no buffer for it: ``coming``, which is called before each contribution, then gives one with `put`.
     """
 
-    def __init__(self, grad: Tensor, uses: int, ready: Callable[[], None], deferred: Deferred) -> None:
-        self.grad = grad
+    def __init__(
+        self,
+        grad: Tensor | None,
+        uses: int,
+        ready: Callable[[], None],
+        deferred: Deferred,
+        coming: Callable[[], None] | None = None,
+    ) -> None:
+        self._grad = grad
+        self._coming = coming
         self._uses = uses
         self._ready = ready
         self._deferred = deferred
         self._empty = True
         self._armed = False
         self._left = 0
+
+    @property
+    def grad(self) -> Tensor:
+        """fp32, of the parameter's shape."""
+        assert self._grad is not None, "a gradient without a buffer"
+        return self._grad
+
+    def put(self, grad: Tensor | None) -> None:
+        """Add up in ``grad`` from now on, whose values do not count; None: its buffer is gone."""
+        self._grad = grad
+        self._empty = True
 
     def restart(self) -> None:
         """A new step: the next contribution overwrites what is there."""
@@ -65,8 +85,9 @@ class Slot:
             self._add_product(outer_NO, inner_NI)
 
     def _add_product(self, outer_NO: Tensor, inner_NI: Tensor) -> None:
+        self._comes()
         if outer_NO.dtype != self.grad.dtype:
-            self.add(outer_NO.t() @ inner_NI)
+            self._add(outer_NO.t() @ inner_NI)
             return
         if self._empty:
             torch.mm(outer_NO.t(), inner_NI, out=self.grad)
@@ -83,6 +104,7 @@ class Slot:
             self._add_slices(parts)
 
     def _add_slices(self, parts: Sequence[tuple[int, Tensor, Tensor]]) -> None:
+        self._comes()
         fresh = set(range(self.grad.shape[0])) if self._empty else set()
         for index, outer_NO, inner_NI in parts:
             into = self.grad[index]
@@ -100,6 +122,10 @@ class Slot:
 
     def add(self, grad: Tensor) -> None:
         """Add a gradient of the parameter's shape, of any dtype."""
+        self._comes()
+        self._add(grad)
+
+    def _add(self, grad: Tensor) -> None:
         if self._empty:
             self.grad.copy_(grad)
         else:
@@ -108,6 +134,7 @@ class Slot:
 
     def add_rows(self, index_N: Tensor, rows_ND: Tensor) -> None:
         """Add row n to row ``index[n]`` of the gradient: an embedding's."""
+        self._comes()
         if self._empty:
             self.grad.zero_()
         self.grad.index_add_(0, index_N, rows_ND.to(self.grad.dtype))
@@ -118,6 +145,10 @@ class Slot:
         if self._empty:
             self.grad.zero_()
             self._empty = False
+
+    def _comes(self) -> None:
+        if self._coming is not None:
+            self._coming()
 
     def _came(self) -> None:
         self._empty = False

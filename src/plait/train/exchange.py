@@ -20,8 +20,7 @@ from plait.comm.world import World
 from plait.core.errors import ConfigError, PlaitError, RankError, WeightsError
 from plait.core.shard import Box
 from plait.models.config import ModelConfig, parameter_shapes
-from plait.parallel.flat import Held
-from plait.parallel.rules import DATA_AXES
+from plait.parallel.flat import Held, is_data
 from plait.parallel.zero import Zero
 from plait.train.run import Setup, open_samples
 
@@ -111,7 +110,7 @@ def make_tokens(setup: Setup, world: World, local_rank: int) -> None:
 
 def write_weights(folder: Path, world: World, config: ModelConfig, zero: Zero) -> None:
     """Write the run's weights (fp32 masters; frozen ones as they are held) to a folder that any plan can read."""
-    frozen = [(one, 0, view.detach().float().reshape(-1)) for one, view, _ in zero.parameters() if not one.trained]
+    frozen = [(one, start, values.float()) for one, start, values in zero.frozen()]
     write_stretches(folder, world, config, zero.level, [*zero.masters(), *frozen])
 
 
@@ -127,7 +126,7 @@ def write_stretches(
     pieces: dict[str, list[tuple[Box, Tensor]]] = {}
     for one, start, values in stretches:
         if one.counted:
-            found = owned_boxes(one, start, values, world.at, shared=level >= 1 and one.trained)
+            found = owned_boxes(one, start, values, world.at, shared=level >= 1)
             pieces.setdefault(one.name, []).extend(found)
     shapes = parameter_shapes(config)
     wanted = list(names) or list(shapes)
@@ -156,7 +155,7 @@ def owned_boxes(
         block = values[offset : offset + size].view(shape)
         offset += size
         for piece in one.pieces:
-            holders = [copies for copies in piece.copies if not (shared and copies.axis in DATA_AXES)]
+            holders = [copies for copies in piece.copies if not (shared and is_data(copies.axis))]
             part = intersect(box, piece.local)
             if part is None or not all(at[copies.axis] == copies.first for copies in holders):
                 continue
