@@ -62,12 +62,16 @@ def test_outputs_and_gradients(widths: tuple[int, int], counts: list[int], dtype
             assert count or not slot.grad[expert].any()
 
 
-def test_one_kernel_and_one_product_at_a_time_are_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    layer, counts = stack(8, 16, torch.float32), [3, 0, 5, 1]
-    x = torch.randn(9, 8)
-    with torch.no_grad():
-        kernel, _ = grouped.forward(x, layer.bank(), counts)
-    monkeypatch.setattr(grouped, "_one_kernel", lambda x, weight: False)
-    with torch.no_grad():
-        slices, _ = grouped.forward(x, layer.bank(), counts)
-    assert torch.equal(kernel, slices)
+@pytest.mark.parametrize("counts", COUNTS)
+def test_the_kernel_for_gpus_computes_the_same(monkeypatch: pytest.MonkeyPatch, counts: list[int]) -> None:
+    """Its CPU form, which stands for the arguments; fp32 sums of up to 32 terms in another order."""
+    layer, rows = stack(8, 16, torch.float32), sum(counts)
+    x, grad = torch.randn(rows, 8), torch.randn(rows, 8)
+    found = []
+    for kernel in (False, True):
+        monkeypatch.setattr(grouped, "_one_kernel", lambda x, weight, kernel=kernel: kernel)
+        with torch.no_grad():
+            out, hidden = grouped.forward(x, layer.bank(), counts)
+            found.append((out, *grouped.backward(grad, hidden, layer.bank(), counts)))
+    for slices, one in zip(*found, strict=True):
+        torch.testing.assert_close(slices, one, rtol=1e-5, atol=1e-5)

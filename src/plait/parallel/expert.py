@@ -123,7 +123,7 @@ class _Weigh(torch.autograd.Function):
     def forward(ctx: Any, out_AD: Tensor, weights_nK: Tensor, route: Route) -> Tensor:
         ctx.save_for_backward(out_AD, weights_nK)
         ctx.route = route
-        sum_nD = route.take(out_AD, 0) * weights_nK[:, 0, None]
+        sum_nD = route.take(out_AD, 0).to(weights_nK.dtype).mul_(weights_nK[:, 0, None])
         for choice in range(1, weights_nK.shape[1]):
             sum_nD.addcmul_(route.take(out_AD, choice).to(sum_nD.dtype), weights_nK[:, choice, None])
         return sum_nD.to(out_AD.dtype)
@@ -132,11 +132,11 @@ class _Weigh(torch.autograd.Function):
     def backward(ctx: Any, grad_nD: Tensor) -> tuple[Tensor, Tensor, None]:
         out_AD, weights_nK = ctx.saved_tensors
         route: Route = ctx.route
-        wide_nD = grad_nD.to(weights_nK.dtype)
+        wide_AD = grad_nD.to(weights_nK.dtype).index_select(0, route.row_A)
+        grad_weights = torch.zeros_like(weights_nK).flatten()
+        grad_weights.index_copy_(0, route.order_A, (wide_AD * out_AD).sum(-1))
         weight_A = weights_nK.flatten().index_select(0, route.order_A)
-        grad_AD = wide_nD.index_select(0, route.row_A).mul_(weight_A[:, None]).to(out_AD.dtype)
-        shares = [(route.take(out_AD, choice) * wide_nD).sum(-1) for choice in range(weights_nK.shape[1])]
-        return grad_AD, torch.stack(shares, 1), None
+        return wide_AD.mul_(weight_A[:, None]).to(out_AD.dtype), grad_weights.view_as(weights_nK), None
 
 
 @final

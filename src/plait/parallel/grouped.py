@@ -1,13 +1,14 @@
 """Products of rows with the expert that each belongs to, as one call: rows are sorted, an expert's are a slice.
 
-``F.grouped_mm`` is a loop of products over the slices on a CPU and one kernel on a GPU. On a CPU it was measured
-beside oneDNN slice by slice (the same time) and a batched product of padded slices (1.3 to 2 times as long, more on a
-skewed load): benchmarks/experts.py has them all. M rows, I inputs, O outputs, E experts, D hidden, F ffn.
+On a CPU a loop over the slices; on a GPU one kernel, ``F.grouped_mm``. Measured on a CPU (benchmarks/experts.py): the
+kernel is a loop of MKL products there, which costs some 4% more than oneDNN slice by slice; a batched product of padded
+slices costs as much with an even load and several times as much with a skewed one.
+M rows, I inputs, O outputs, E experts, D hidden, F ffn.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import final
 
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from plait.models.moe import Experts
+from plait.parallel import product
 from plait.parallel.grads import Slot
 from plait.parallel.linear import Fused
 
@@ -49,21 +51,21 @@ class GroupedExperts(Fused):
 
 def forward(x_MD: Tensor, bank: Bank, counts: Sequence[int]) -> tuple[Tensor, Tensor]:
     """(experts' outputs [M, D], what `backward` needs: gate and up [M, 2F]) of rows in runs of ``counts`` [E]."""
-    hidden = _product(x_MD, bank.gate_up.transpose(1, 2), counts)
+    hidden = _product(x_MD, bank.gate_up, counts)
     gate, up = hidden.chunk(2, dim=-1)
-    return _product(F.silu(gate).mul_(up), bank.down.transpose(1, 2), counts), hidden
+    return _product(F.silu(gate).mul_(up), bank.down, counts), hidden
 
 
 def backward(grad_MD: Tensor, hidden: Tensor, bank: Bank, counts: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
     """(gradient of x [M, D], of hidden [M, 2F], the inner activation [M, F]); see `add_weight_gradients`."""
     gate, up = hidden.chunk(2, dim=-1)
     inner = F.silu(gate)
-    grad_inner = _product(grad_MD, bank.down, counts)
+    grad_inner = _input_gradient(grad_MD, bank.down, counts)
     grad_hidden = torch.empty_like(hidden)
     grad_gate, grad_up = grad_hidden.chunk(2, dim=-1)
     torch.mul(inner, grad_inner, out=grad_up)
-    grad_gate.copy_(torch.ops.aten.silu_backward(grad_inner.mul_(up), gate))
-    return _product(grad_hidden, bank.gate_up, counts), grad_hidden, inner.mul_(up)
+    torch.ops.aten.silu_backward.grad_input(grad_inner.mul_(up), gate, grad_input=grad_gate)
+    return _input_gradient(grad_hidden, bank.gate_up, counts), grad_hidden, inner.mul_(up)
 
 
 def add_weight_gradients(
@@ -81,19 +83,34 @@ def _slices(counts: Sequence[int], outer: Tensor, inner: Tensor) -> list[tuple[i
     return [(expert, *pair) for expert, (pair, count) in enumerate(zip(pairs, counts, strict=True)) if count]
 
 
-def _product(x_MI: Tensor, weight_EIO: Tensor, counts: Sequence[int]) -> Tensor:
-    """Rows [M, I] in runs of ``counts``, each times its expert's [I, O]."""
-    if _one_kernel(x_MI, weight_EIO):
-        ends = torch.tensor(counts, dtype=torch.int32).cumsum(0, dtype=torch.int32)
-        return F.grouped_mm(x_MI, weight_EIO, offs=ends.to(x_MI.device))
-    out_MO = x_MI.new_empty(x_MI.shape[0], weight_EIO.shape[2])
-    parts = zip(torch.split(x_MI, list(counts)), weight_EIO, torch.split(out_MO, list(counts)), strict=True)
-    for part, weight_IO, into in parts:
-        torch.mm(part, weight_IO, out=into)
-    return out_MO
+def _product(x_MI: Tensor, weight_EOI: Tensor, counts: Sequence[int]) -> Tensor:
+    """Rows [M, I] in runs of ``counts``, each times its expert's [O, I] transposed: [M, O]."""
+    if _one_kernel(x_MI, weight_EOI):
+        return F.grouped_mm(x_MI, weight_EOI.transpose(1, 2), offs=_ends(counts, x_MI))
+    return _by_slices(product.forward, x_MI, weight_EOI, weight_EOI.shape[1], counts)
 
 
-def _one_kernel(x_MI: Tensor, weight_EIO: Tensor) -> bool:
-    on_device = x_MI.device.type == "cpu" or x_MI.dtype == torch.bfloat16
-    fits = all(size * x_MI.element_size() % _KERNEL_BYTES == 0 for size in weight_EIO.shape[1:])
-    return on_device and fits and x_MI.dtype in (torch.float32, torch.bfloat16, torch.float16)
+def _input_gradient(grad_MO: Tensor, weight_EOI: Tensor, counts: Sequence[int]) -> Tensor:
+    """Rows [M, O] in runs of ``counts``, each times its expert's [O, I]: [M, I]."""
+    if _one_kernel(grad_MO, weight_EOI):
+        return F.grouped_mm(grad_MO, weight_EOI, offs=_ends(counts, grad_MO))
+    return _by_slices(product.input_gradient, grad_MO, weight_EOI, weight_EOI.shape[2], counts)
+
+
+def _one_kernel(x: Tensor, weight: Tensor) -> bool:
+    fits = all(size * x.element_size() % _KERNEL_BYTES == 0 for size in weight.shape[1:])
+    return x.device.type == "cuda" and x.dtype == torch.bfloat16 and fits
+
+
+def _ends(counts: Sequence[int], x: Tensor) -> Tensor:
+    return torch.tensor(counts, dtype=torch.int32).cumsum(0, dtype=torch.int32).to(x.device, non_blocking=True)
+
+
+def _by_slices(
+    multiply: Callable[[Tensor, Tensor], Tensor], x: Tensor, weights: Tensor, width: int, counts: Sequence[int]
+) -> Tensor:
+    out = x.new_empty(x.shape[0], width)
+    for part, weight, into in zip(torch.split(x, list(counts)), weights, torch.split(out, list(counts)), strict=True):
+        if part.shape[0]:
+            into.copy_(multiply(part, weight))
+    return out
