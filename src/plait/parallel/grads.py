@@ -65,7 +65,7 @@ class Slot:
     def put(self, grad: Tensor | None) -> None:
         """Add up in ``grad`` from now on, whose values do not count; None: its buffer is gone."""
         self._grad = grad
-        self._empty = True
+        self.restart()
 
     def restart(self) -> None:
         """A new step: the next contribution overwrites what is there."""

@@ -130,13 +130,13 @@ class PerAction(Reduction):
             for index, one in enumerate(bucket.held):
                 whole = bucket.view(bucket.grads, index) if bucket.fold.shards == 1 else None
                 coming = None if bucket.fold.shards == 1 else self._coming(bucket, place_of(one.name), one.uses)
-                slot = Slot(whole, one.uses, lambda: None, one.deferred, coming)
+                slot = Slot(whole, one.uses, self._arrival(bucket), one.deferred, coming)
                 bucket.slots.append(slot)
                 attach(one, bucket.views[index], slot)
 
     def _coming(self, bucket: Bucket, place: int, uses: int) -> Callable[[], None]:
         def coming() -> None:
-            # Backward has come to `place`: what lies behind it is whole. (A tied weight comes from two places.)
+            # Backward has come to `place`: no more comes of what lies behind. (A tied weight comes from two places.)
             if uses == 1:
                 self._pass(place)
             if bucket.key not in self._open:
@@ -156,8 +156,20 @@ class PerAction(Reduction):
         whole = torch.empty(bucket.length, dtype=torch.float32, device=bucket.grads.device)
         whole[bucket.offsets[-1] + bucket.held[-1].numel :].zero_()  # what no parameter fills is reduced as well
         self._open[bucket.key] = whole
+        armed = any(bucket is other for other in self._left)
         for index, slot in enumerate(bucket.slots):
             slot.put(bucket.view(whole, index))
+            if armed:
+                slot.arm()
+        bucket.waiting = len(bucket.slots)
+
+    def _arrival(self, bucket: Bucket) -> Callable[[], None]:
+        def arrived() -> None:
+            bucket.waiting -= 1
+            while self._left and self._left[0].key in self._open and self._left[0].waiting == 0:
+                self._close(self._left.pop(0))
+
+        return arrived
 
     def start(self) -> None:
         self._empty = {bucket.key for bucket in self._shared}
