@@ -103,6 +103,29 @@ def test_ready_is_said_once_with_the_last_use() -> None:
         one.add(torch.ones(2))
 
 
+def test_a_slot_asks_for_its_buffer_before_each_contribution() -> None:
+    given, deferred = torch.full((2, 2), float("nan")), Deferred()
+    asked = Count()
+
+    def coming() -> None:
+        asked()
+        if asked.calls in (1, 3):
+            one.put(given)
+
+    one = Slot(None, 1, Count(), deferred, coming)
+    with pytest.raises(AssertionError, match="without a buffer"):
+        _ = one.grad
+    one.add(torch.ones(2, 2))
+    one.add_rows(torch.tensor([1]), torch.ones(1, 2))
+    assert given.tolist() == [[1, 1], [2, 2]]
+    deferred.on = True
+    one.add_product(torch.eye(2), torch.eye(2))
+    deferred.on = False
+    assert asked.calls == 2
+    deferred.take()[0]()
+    assert torch.equal(given, torch.eye(2))
+
+
 def test_a_slot_without_contributions_closes_as_zero() -> None:
     one, _, _ = slot(2)
     one.restart()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from pathlib import Path
@@ -9,14 +10,19 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+import torch
 
 from plait.checkpoint.store import WeightFolder
 from plait.core.config import dump, load, loads
 from plait.core.errors import ConfigError, WeightsError
 from plait.core.mesh import Mesh
+from plait.core.plan import Plan
+from plait.models.config import parameter_shapes
+from plait.models.init import InitSource
 from plait.train import data, exchange, trainer
 from plait.train.exchange import shared_folder, together
 from plait.train.launch import Worker
+from tests.parallel.cuts import LLAMA, Run, build
 from tests.pool import Connect, Pool
 
 TIMEOUT = 3.0
@@ -113,3 +119,33 @@ def test_slow_text_and_a_slow_disk_do_not_end_a_run(pool: Pool, tmp_path: Path) 
     assert pool.run(2, slow_disk, dump(config), str(tmp_path / "cache")) == [1, 0]
     assert WeightFolder(tmp_path / "run/weights").names
     assert not list((tmp_path / "run").glob(".probe*"))
+
+
+def written_weights(connect: Connect, text: str, folder: str) -> None:
+    """Write the weights that a cut model was filled with; two parameters, a matrix and a vector, are frozen."""
+    run = Run(freeze=("layers.1.mlp.down.weight", "layers.0.norm1"))
+    parallel, _ = build(connect, text, Plan.parse(text).mesh(4).world_size, LLAMA, run)
+    exchange.write_weights(Path(folder), parallel.world, LLAMA, parallel.zero)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "dp=4",
+        "dp=4 zero=1",
+        "tp=4",
+        "dp=2 tp=2 zero=2",
+        "pp=2 dp=2 zero=3",
+        "dp=4 zero=3 zero_group=2",
+        "dp=4 zero=2 zero_group=1",
+    ],
+)
+def test_every_element_is_written_once_at_every_level(pool: Pool, tmp_path: Path, text: str) -> None:
+    """The store refuses overlaps and gaps when it is read; values are those of the source, bit for bit."""
+    pool.run(4, written_weights, text, str(tmp_path / "weights"))
+    found, source = WeightFolder(tmp_path / "weights"), InitSource(LLAMA, 3)
+    for name in parameter_shapes(LLAMA):
+        assert torch.equal(found.read(name), source.read(name))
+    numbers = sum(math.prod(shape) for shape in parameter_shapes(LLAMA).values())
+    files = [path for path in (tmp_path / "weights").iterdir() if path.suffix == ".safetensors"]
+    assert 4 * numbers <= sum(path.stat().st_size for path in files) < 4 * numbers + 8192 * len(files)
