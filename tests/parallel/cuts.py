@@ -28,9 +28,10 @@ from torch import Tensor
 
 from plait.core.plan import Plan
 from plait.models.batch import IGNORE, Batch
-from plait.models.config import PRESETS, ModelConfig, parameter_shapes
+from plait.models.config import PRESETS, MLAConfig, ModelConfig, MoEConfig, parameter_shapes
 from plait.models.decoder import Decoder
 from plait.models.init import InitSource, initialise
+from plait.models.moe import Sums, end_step, routers
 from plait.parallel.apply import Parallel, parallelize
 from tests.pool import Connect, Pool
 
@@ -56,8 +57,32 @@ GPT2 = dataclasses.replace(
 )
 
 
+MOE = MoEConfig(num_experts=8, top_k=2, ffn_size=24, aux_loss=0.02, z_loss=0.01)
+LATENT = MLAConfig(q_rank=24, kv_rank=16, nope_dim=8, rope_dim=4, v_dim=12)
+
+
+def expert_models() -> dict[str, ModelConfig]:
+    """One of each kind of experts: Mixtral's, one that drops, DeepSeek's with shared experts and latent attention."""
+    plain = dataclasses.replace(LLAMA, moe=MOE)
+    deepseek = dataclasses.replace(
+        MOE, shared_ffn=16, dense_layers=(0,), score="sigmoid", scale=1.5, groups=4, top_groups=2, bias=True
+    )
+    return {
+        "mixtral": plain,
+        "dropping": dataclasses.replace(plain, moe=dataclasses.replace(MOE, capacity_factor=1.0)),
+        "by-score": dataclasses.replace(plain, moe=dataclasses.replace(MOE, capacity_factor=1.0, drop="score")),
+        "deepseek": dataclasses.replace(
+            plain,
+            mla=LATENT,
+            head_dim=12,
+            num_kv_heads=4,
+            moe=dataclasses.replace(deepseek, bias_balance=True, bias_rate=0.01),
+        ),
+    }
+
+
 def models() -> dict[str, ModelConfig]:
-    """One of each kind; the names say whether the head is the embedding."""
+    """One of each kind without experts; the names say whether the head is the embedding."""
     return {
         "llama": dataclasses.replace(LLAMA, tied=False),
         "llama-tied": dataclasses.replace(LLAMA, tied=True),
@@ -141,7 +166,7 @@ def build(connect: Connect, text: str, world_size: int, config: ModelConfig, run
     with torch.device("meta"):
         model = Decoder(config, seed=7)
     for name, parameter in model.named_parameters():
-        parameter.requires_grad_(not _frozen(name, run))
+        parameter.requires_grad_(parameter.requires_grad and not _frozen(name, run))
     parallel = parallelize(model, plan, world, weights=InitSource(config, 3))
     return parallel, plan
 
@@ -169,6 +194,7 @@ def cut_run(connect: Connect, text: str, world_size: int, config: ModelConfig, r
     world = parallel.world
     optimizer = adamw(*parallel.zero.optimizer_groups())
     losses, norms, grads = [], [], []
+    loads: dict[int, list[float]] = {}
     for step in range(run.steps):
         for stage in parallel.stages:
             _skip(stage.module, run, step)
@@ -182,7 +208,9 @@ def cut_run(connect: Connect, text: str, world_size: int, config: ModelConfig, r
         parallel.zero.scale_gradients(min(1.0, 1.0 / (norms[-1] + 1e-6)))
         optimizer.step()
         parallel.zero.publish()
-    weights = [_row(one, 0, view.reshape(-1)) for one, view, _ in parallel.zero.parameters()]
+        loads = parallel.loads(parallel.close_routers())
+    with parallel.zero.whole():
+        weights = [_row(one, 0, view.reshape(-1)) for one, view, _ in parallel.zero.parameters()]
     state = sum(value.numel() for kept in optimizer.state.values() for value in kept.values() if value.dim())
     return {
         "losses": losses,
@@ -190,6 +218,7 @@ def cut_run(connect: Connect, text: str, world_size: int, config: ModelConfig, r
         "grads": grads,
         "weights": weights,
         "state": state,
+        "loads": loads,
         "bytes": dict(world.book.ledger.bytes),
     }
 
@@ -224,10 +253,11 @@ def one_process(config: ModelConfig, run: Run) -> dict[str, Any]:
     model = Decoder(config, seed=7)
     initialise(model, InitSource(config, 3))
     for name, parameter in model.named_parameters():
-        parameter.requires_grad_(not _frozen(name, run))
+        parameter.requires_grad_(parameter.requires_grad and not _frozen(name, run))
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
     optimizer = adamw([p for p in named.values() if p.dim() >= 2], [p for p in named.values() if p.dim() < 2])
     losses, norms, grads = [], [], {}
+    loads: dict[int, list[float]] = {}
     for step in range(run.steps):
         _skip(model, run, step)
         batch = global_batch(config, step, run)
@@ -243,8 +273,12 @@ def one_process(config: ModelConfig, run: Run) -> dict[str, Any]:
             grads = {name: p.grad.clone() for name, p in named.items() if p.grad is not None}
         norms.append(float(torch.nn.utils.clip_grad_norm_(list(named.values()), 1.0)))
         optimizer.step()
+        loads = {}
+        for layer, router in routers(model).items():
+            loads[layer] = Sums.of(router.stats).load_E.tolist()
+            end_step(router, router.stats.clone())
     weights = {name: p.detach().clone() for name, p in model.named_parameters()}
-    return {"losses": losses, "norms": norms, "grads": grads, "weights": weights}
+    return {"losses": losses, "norms": norms, "grads": grads, "weights": weights, "loads": loads}
 
 
 def relative(a: Tensor, b: Tensor) -> float:
@@ -268,6 +302,7 @@ def differences(config: ModelConfig, results: list[dict[str, Any]], wanted: dict
     for result in results:
         assert result["losses"] == results[0]["losses"], "ranks disagree on the loss"
         assert result["norms"] == results[0]["norms"], "ranks disagree on the norm"
+        assert result["loads"] == wanted["loads"], "tokens went to other experts than on one process"
 
     def largest(key: str) -> float:
         pairs = zip(results[0][key], wanted[key], strict=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from typing import final
 
@@ -20,16 +21,21 @@ from plait.models.decoder import Decoder
 from plait.models.init import WeightSource
 from plait.models.moe import Sums, end_step, routers
 from plait.models.router import Router
+from plait.parallel.calibrate import Calibration, measure
+from plait.parallel.compress import Layout, parse
 from plait.parallel.context import take
 from plait.parallel.cut import Cutter
+from plait.parallel.dispatch import exchange_slots
+from plait.parallel.fold import holders
 from plait.parallel.grads import Deferred
 from plait.parallel.layout import build_schedule, model_shape, placement, stage_bounds, stage_layers
 from plait.parallel.pipeline import Executor, Stage
+from plait.parallel.placement import Placement
 from plait.parallel.precision import DTYPES
-from plait.parallel.rules import DATA_AXES
-from plait.parallel.zero import Zero, holders
+from plait.parallel.reducer import Exact, Hierarchical, Reducer, node_groups
+from plait.parallel.rules import DATA_AXES, sizes_of
+from plait.parallel.zero import Zero
 from plait.schedule.ir import Schedule
-from plait.schedule.simulate import Cost
 
 ALL = ("pp", "dp", "cp", "tp")
 
@@ -42,11 +48,12 @@ class Parallel:
         self.config = cutter.config
         self.plan = cutter.plan
         self.world = cutter.world
+        self.mixtures = cutter.mixtures
         self.stages = tuple(stages)
         self.zero = zero
         self.executor = Executor(stages, zero, self.world)
-        self.costs: Sequence[Cost] | None = None
-        """Measured costs of each stage's actions, the same on all ranks, that ``schedule=auto`` is searched for."""
+        self.calibration: Calibration | None = None
+        """What ``schedule=auto`` is searched for, the same on all ranks; None: a guess."""
         self._schedules: dict[tuple[int, bool], Schedule] = {}
         self._routers: dict[int, Router] = {}
         for stage in self.stages:
@@ -56,8 +63,14 @@ class Parallel:
         """The lowered schedule for a step of ``microbatches``."""
         key = (microbatches, evaluation)
         if key not in self._schedules:
-            costs = self.costs
-            self._schedules[key] = build_schedule(self.plan, microbatches, evaluation=evaluation, costs=costs)
+            found = self.calibration
+            self._schedules[key] = build_schedule(
+                self.plan,
+                microbatches,
+                evaluation=evaluation,
+                costs=None if found is None else found.costs,
+                transfers=None if found is None else found.transfers,
+            )
         return self._schedules[key]
 
     def forward_backward(self, batches: Sequence[Batch], count: int) -> Tensor:
@@ -70,6 +83,7 @@ class Parallel:
         real = torch.tensor(sum(_real(batch) for batch in batches), dtype=torch.float64, device=self.world.device)
         total = int(self.world.group("dp").all_reduce(real.view(1)).wait()) if self._routers else None
         mine = [self.local(batch, total=total) for batch in batches]
+        self.prepare()
         loss = self.executor.run(self.schedule(len(mine)), mine.__getitem__, count=count, sink=self.world.book.sink)
         self.zero.finish()
         return self.share_loss(loss)[0] / max(count, 1)
@@ -84,6 +98,37 @@ class Parallel:
             multiple = self.plan.tp if self.plan.sp or self.config.moe is not None else 1
             batch = take(batch, self.plan.cp, self.world.at["cp"], self.plan.context, multiple=multiple)
         return dataclasses.replace(batch, total=total, scale=scale)
+
+    def prepare(self) -> None:
+        """Before a step's forwards, or those of an evaluation: weights are new."""
+        for mixture in self.mixtures.values():
+            mixture.prepare()
+
+    def calibrate(self, batches: Sequence[Batch]) -> None:
+        """Measure what ``schedule=auto`` is searched for on some of this rank's microbatches; collective."""
+        homes = placement(self.plan)
+        self.calibration = measure(self.stages, self.executor, self.zero, self.world, homes, batches)
+        self._schedules.clear()
+
+    def place_experts(self, layer: int, wanted: Placement, optimizer: torch.optim.Optimizer | None) -> None:
+        """Move ``layer``'s experts, weights and both moments, to where ``wanted`` says; `Zero.publish` has to follow.
+
+        Collective over the ranks that hold the layer.
+        """
+        mixture, zero = self.mixtures[layer], self.zero
+        for part in ("gate_up", "down"):
+            name = f"layers.{layer}.mlp.experts.{part}"
+            before = mixture.placement
+            flat = zero.flat(name)
+            moments = [] if optimizer is None else [x for x in optimizer.state[flat].values() if x.shape == flat.shape]
+            for shard in (flat.detach(), *moments):
+                moved = exchange_slots(mixture.ep, zero.local(name, shard), before, wanted)
+                zero.set_local(name, shard, moved)
+            spec = zero.spec(name)
+            cuts = tuple(dataclasses.replace(cut, order=wanted.order) if cut.axis == "ep" else cut for cut in spec.cuts)
+            spec = dataclasses.replace(spec, cuts=cuts)
+            zero.replace(name, spec, spec.pieces(sizes_of(spec, self.world.mesh), self.world.at))
+        mixture.place(wanted)
 
     def close_routers(self) -> dict[int, Tensor]:
         """After a step: by global layer, what its router saw in the global batch (see `Sums`), on every rank.
@@ -128,11 +173,20 @@ class Parallel:
         return self.world.group(*ALL).all_reduce(torch.stack([mine, *others]).double()).wait()
 
 
-def parallelize(model: Decoder, plan: Plan, world: World, *, weights: WeightSource | None = None) -> Parallel:
+def parallelize(
+    model: Decoder,
+    plan: Plan,
+    world: World,
+    *,
+    weights: WeightSource | None = None,
+    movable_experts: bool = False,
+) -> Parallel:
     """Cut ``model`` by ``plan``; this rank keeps its part alone. The model is taken apart: do not use it afterwards.
 
     ``weights`` fills the parts (read by slice); None takes the values that ``model`` holds, which must then be real.
-    Parameters whose ``requires_grad`` is off stay frozen. Raises `PlanError` when the plan cannot work for the model.
+    Parameters whose ``requires_grad`` is off stay frozen. ``movable_experts``: `Parallel.place_experts` will be used;
+    the reduction of experts' gradients then begins after the last backward. Raises `PlanError` when the plan cannot
+    work for the model.
     """
     config = model.config
     plan = plan.resolve(world.mesh.world_size)
@@ -147,7 +201,7 @@ def parallelize(model: Decoder, plan: Plan, world: World, *, weights: WeightSour
     ties = _meet_groups(config, plan, homes, world)
     local = [index for index, home in enumerate(homes) if home == world.at["pp"]]
     deferred = {index: Deferred() for index in local}
-    cutter = Cutter(config=config, plan=plan, world=world, homes=homes)
+    cutter = Cutter(config=config, plan=plan, world=world, homes=homes, movable=movable_experts and plan.ep > 1)
     modules = {index: cutter.cut(model, index, bounds[index], deferred[index]) for index in local}
     zero = Zero(
         list(cutter.held.values()),
@@ -156,10 +210,26 @@ def parallelize(model: Decoder, plan: Plan, world: World, *, weights: WeightSour
         dtype=DTYPES[plan.precision],
         world=world,
         ties=ties,
+        zero_group=plan.zero_group,
+        gather=plan.gather,
+        versions=2 if plan.schedule == "2bw" else 1,
+        reducer=lambda group: _reducer(group, plan, world, lambda key: zero.layout(key)),
     )
     _fill(zero, source)
-    stages = [_stage(modules[index], index, len(layers), plan, deferred[index]) for index in local]
+    for index, part in modules.items():
+        zero.watch(index, part)
+    stages = [_stage(modules[index], index, len(layers), plan, deferred[index], cutter) for index in local]
     return Parallel(cutter, stages, zero)
+
+
+def _reducer(group: Group, plan: Plan, world: World, layout: Layout) -> Reducer:
+    """How gradients are summed over a group of data ranks; collective over all ranks."""
+    if plan.node is not None:
+        # Experts have fewer copies: as many of them in a node as fit.
+        node = math.gcd(plan.node, group.size)
+        inner, across = node_groups(world, group.axis.split("+"), node)
+        return Hierarchical(inner, Exact(across))
+    return parse(plan.compress)(group, layout)
 
 
 def _real(batch: Batch) -> int:
@@ -192,7 +262,8 @@ def _fill(zero: Zero, source: WeightSource) -> None:
             fill(local)
 
 
-def _stage(part: Decoder, index: int, count: int, plan: Plan, deferred: Deferred) -> Stage:
+def _stage(part: Decoder, index: int, count: int, plan: Plan, deferred: Deferred, cutter: Cutter) -> Stage:
+    moving = cutter.mixtures if cutter.movable else {}
     hidden, cut = part.config.hidden_size, plan.tp if plan.sp else 1
     return Stage(
         index=index,
@@ -202,6 +273,7 @@ def _stage(part: Decoder, index: int, count: int, plan: Plan, deferred: Deferred
         hidden=lambda batch: (batch.rows // cut, hidden),
         dtype=DTYPES[plan.precision],
         deferred=deferred,
+        before_reduce=tuple(cutter.mixtures[int(name)].settle for name in part.layers if int(name) in moving),
     )
 
 

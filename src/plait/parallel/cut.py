@@ -15,14 +15,16 @@ from plait.models.config import ModelConfig, canonical_name
 from plait.models.decoder import Block, Decoder
 from plait.models.latent import LatentAttention
 from plait.models.layers import Dropout, SectionedLinear
-from plait.parallel.context import context_attend
+from plait.models.moe import MoE
+from plait.parallel.context import context_attend, order
+from plait.parallel.expert import ParallelMoE
 from plait.parallel.flat import Held
 from plait.parallel.grads import Deferred
 from plait.parallel.linear import ColumnLinear, RowLinear
 from plait.parallel.precision import fp8_fits
 from plait.parallel.recompute import RecomputedAttend, RecomputedBlock
 from plait.parallel.rules import Form, rule_of, sizes_of, spec_of
-from plait.parallel.sequence import SequenceDropout, SequencePositions, SharedByHeads
+from plait.parallel.sequence import SequenceDropout, SequencePositions, SharedByHeads, WholeSamples
 from plait.parallel.vocab import VocabCrossEntropy, VocabEmbedding
 
 
@@ -34,15 +36,19 @@ class Cutter:
     plan: Plan
     world: World
     homes: tuple[int, ...]
+    movable: bool
+    """Whether experts may have copies, whose gradients come to their owners once a step."""
     held: dict[str, Held] = field(default_factory=dict)
     """By name, in the order met."""
+    mixtures: dict[int, ParallelMoE] = field(default_factory=dict)
+    """Global layer index -> its experts."""
 
     def cut(self, model: Decoder, stage: int, layers: tuple[int, int], deferred: Deferred) -> Decoder:
         """Stage ``stage`` with layers start..stop of ``model``, whose modules it takes, cut for this rank."""
         part = _take(model, layers, first=stage == 0, last=stage == len(self.homes) - 1)
-        for block in part.layers.values():
+        for name, block in part.layers.items():
             assert isinstance(block, Block)
-            self._replace_seams(block)
+            self._replace_seams(block, int(name))
         for path, module in list(part.named_modules()):
             if isinstance(module, Dropout) and self.plan.sp:
                 _put(part, path, SequenceDropout(module, self.world.group("tp")))
@@ -54,12 +60,20 @@ class Cutter:
         self._recompute(part)
         return part
 
-    def _replace_seams(self, block: Block) -> None:
+    def _replace_seams(self, block: Block, layer: int) -> None:
         """What is replaced as a whole, whatever parameters it has."""
         world, plan = self.world, self.plan
         block.attn.attend = context_attend(plan.context, block.attn.attend, world.group("cp"), world.wire)
         if isinstance(block.attn, LatentAttention):
             block.attn.share = SharedByHeads(group=world.group("tp"), sequence=plan.sp)  # type: ignore[assignment]
+        if isinstance(block.mlp, MoE):
+            tp, cp = world.group("tp"), world.group("cp")
+            rows = WholeSamples(tp, cp, lambda seq: order(seq, cp.size, plan.context))
+            block.mlp.router.gather, block.mlp.router.mine = rows.gather, rows.mine
+            self.mixtures[layer] = ParallelMoE(
+                block.mlp, tp=tp, ep=world.group("ep"), etp=world.group("etp"), sequence=plan.sp
+            )
+            block.mlp = self.mixtures[layer]  # type: ignore[assignment]
 
     def _replace(
         self,
@@ -133,10 +147,11 @@ class Cutter:
             stage=stage,
             tied=shared,
             counted=not shared or stage == 0,
-            uses=1,
+            uses=2 if self.movable and spec.expert else 1,
             owners=[owner],
             trained=value.requires_grad,
             deferred=deferred,
+            dtype=torch.float32 if ".router." in name else None,
         )
 
     def _sizes(self, spec: ShardSpec) -> dict[str, int]:

@@ -87,13 +87,13 @@ def build_schedule(
     *,
     evaluation: bool = False,
     costs: Sequence[Cost] | None = None,
-    transfer: float = 0.0,
+    transfers: Sequence[float] | None = None,
 ) -> Schedule:
     """The plan's schedule for ``microbatches``, lowered and checked; of forwards alone for an evaluation.
 
-    ``costs`` of each stage, and the time of a ``transfer`` between two, are what ``schedule=auto`` is searched for;
-    None: forward, input and weight gradient cost the same. A schedule of two weight versions (2bw) is no list of one
-    step; shown as if it flushed.
+    ``costs`` of each stage, and seconds of ``transfers`` across each boundary, are what ``schedule=auto`` is searched
+    for; None: forward, input and weight gradient cost the same. A schedule of two weight versions (2bw) is no list of
+    one step; shown as if it flushed.
     """
     if evaluation:
         named = _evaluation(plan, microbatches)
@@ -106,7 +106,7 @@ def build_schedule(
             microbatches=microbatches,
             placement=placement(plan),
             live_limit=plan.live,
-            transfer=transfer,
+            transfer=transfers or 0.0,
         )
     else:
         name = {"2bw": "1f1b", "interleaved": "1f1b" if plan.virtual == 1 else "interleaved"}.get(plan.schedule)

@@ -91,5 +91,5 @@ class WholeSamples:
     def mine(self, whole: Tensor, batch: Batch) -> Tensor:
         """[B * T, ...] in sample order -> this rank's [n, ...]."""
         if self.cp.size > 1:
-            whole = whole.unflatten(0, (batch.tokens_BT.shape[0], -1))[:, batch.indices_T()].flatten(0, 1)
+            whole = torch.unflatten(whole, 0, (batch.tokens_BT.shape[0], -1))[:, batch.indices_T()].flatten(0, 1)
         return _own(whole, self.tp)

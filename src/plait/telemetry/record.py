@@ -33,6 +33,14 @@ METRIC_KEYS = (
 """What every line of ``metrics.jsonl`` holds; null where a value is unknown or not finite."""
 EVAL_KEY = "eval_loss"
 """Stands in the lines of the steps after which the held-out split was evaluated."""
+MOE_KEY = "moe"
+"""Stands in the lines of models with experts: one object a layer, with the share of the assignments of each expert
+(``load``), mean router ``probability`` of each, the share ``dropped``, ``spread`` (std / mean of the load), ``entropy``
+and the weighted losses ``aux`` and ``z``."""
+SCALE_KEY = "loss_scale"
+"""Stands in the lines of fp16 runs: what the step's loss was multiplied with. A step whose ``grad_norm`` is null was
+skipped."""
+OPTIONAL_KEYS = (EVAL_KEY, MOE_KEY, SCALE_KEY)
 
 
 class Metrics:
@@ -52,11 +60,11 @@ class Metrics:
             raise ConfigError(f"cannot write metrics to {target}: {error}") from error
 
     def write(self, row: Mapping[str, object]) -> None:
-        """Append ``row``: the keys of `METRIC_KEYS`, and `EVAL_KEY` where there is one; others are a ValueError."""
-        wrong = (set(row) - {EVAL_KEY}) ^ set(METRIC_KEYS)
+        """Append ``row``: the keys of `METRIC_KEYS`, and those of `OPTIONAL_KEYS` it has; others are a ValueError."""
+        wrong = (set(row) - set(OPTIONAL_KEYS)) ^ set(METRIC_KEYS)
         if wrong:
             raise ValueError(f"a metrics line lacks, or should not hold: {', '.join(sorted(wrong))}")
-        ordered = {key: row[key] for key in (*METRIC_KEYS, EVAL_KEY) if key in row}
+        ordered = {key: row[key] for key in (*METRIC_KEYS, *OPTIONAL_KEYS) if key in row}
         self._file.write(json.dumps(_finite(ordered), allow_nan=False) + "\n")
         self._file.flush()
 

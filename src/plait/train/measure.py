@@ -15,18 +15,20 @@ from torch import Tensor
 
 from plait.core.events import COMM, COMPUTE, Bubble, Event, bubble
 from plait.models.config import flops_per_token
+from plait.models.moe import moe_metrics
 from plait.parallel.apply import Parallel
 from plait.schedule.simulate import Cost, simulate
-from plait.telemetry.record import Recorder
+from plait.telemetry.record import MOE_KEY, SCALE_KEY, Recorder
 from plait.train.exchange import gather_json
 from plait.train.run import Setup
+from plait.train.step import Taken
 
 SHARE = 0.005
 """Of a run's time that simulating its schedule may take: large schedules are then not simulated for every step."""
-AXES = ("pp", "dp", "cp", "tp", "world")
+AXES = ("pp", "dp", "cp", "tp", "ep", "world")
 """Keys of ``comm_bytes``; ``world``: what all ranks share, such as the loss; gathering these numbers is not in it."""
-_HOME = {"pp+dp+cp+tp": "world", "dp+cp": "dp", "tie": "pp"}
-"""Group -> the axis that its bytes are booked on; ``tp/2``, part of an axis, goes to the axis."""
+_HOME = {"pp+dp+cp+tp": "world", "dp+cp": "dp", "edp": "dp", "etp": "ep", "tie": "pp"}
+"""Group -> the axis that its bytes are booked on; ``tp/2`` or ``dp+cp across 2``, part of it, goes with the whole."""
 
 PEAK_FLOPS: Mapping[str, tuple[float, float | None]] = {
     "NVIDIA B200": (2250e12, None),
@@ -47,7 +49,7 @@ def device_facts(setup: Setup, device: torch.device) -> dict[str, object]:
         return facts | {"cores": os.cpu_count(), "peak_flops": None, "peak_source": "no published peak for this CPU"}
     name = torch.cuda.get_device_name(device)
     known = [peaks for start, peaks in PEAK_FLOPS.items() if name.startswith(start)]
-    peak = known[0][0 if setup.plan.precision == "bf16" else 1] if known else None
+    peak = known[0][1 if setup.plan.precision == "fp32" else 0] if known else None
     source = "NVIDIA's data sheet, dense" if peak else "no peak in plait's table for this device and precision"
     return {"device": name, "precision": setup.plan.precision, "peak_flops": peak, "peak_source": source}
 
@@ -74,7 +76,7 @@ class Meter:
         self._world.book.ledger.clear()
         self._begin = perf_counter()
 
-    def finish(self, *, step: int, loss: float, grad_norm: float, lr: float) -> dict[str, object]:
+    def finish(self, step: int, taken: Taken) -> dict[str, object]:
         """The step has ended on this rank: its row, complete on rank 0. Collective over all ranks."""
         seconds = perf_counter() - self._begin
         everyone = self._world.group("pp", "dp", "cp", "tp")
@@ -87,12 +89,22 @@ class Meter:
         # On a GPU the host's waits are those of launches; compute spans come from marks on the stream.
         timed = self._world.device.type == "cpu"
         rate, size = tokens / step_time, self._world.mesh.world_size
-        used = {*(axis for axis, count in self._world.mesh.sizes.items() if count > 1), "world"}
-        return {
+        mesh = self._world.mesh
+        used = {*(axis for axis, count in mesh.sizes.items() if count > 1), "world"}
+        if self._setup.model.moe is not None and mesh.ep * mesh.etp > 1:
+            used.add("ep")
+        extra: dict[str, object] = {}
+        if taken.loss_scale is not None:
+            extra[SCALE_KEY] = taken.loss_scale
+        if taken.routers and self._setup.model.moe is not None:
+            config = self._setup.model.moe
+            seen = taken.routers.items()
+            extra[MOE_KEY] = [{"layer": layer, **moe_metrics(stats, config)} for layer, stats in seen]
+        return extra | {
             "step": step,
-            "loss": loss,
-            "grad_norm": grad_norm,
-            "lr": lr,
+            "loss": taken.loss,
+            "grad_norm": taken.norm,
+            "lr": taken.lr,
             "tokens": tokens,
             "step_time_s": step_time,
             "tokens_per_s": rate,
@@ -133,7 +145,8 @@ class Meter:
         numbers = [sum(span.end - span.start for span in compute), first, last, waited, seconds, self._memory()]
         sent = dict.fromkeys(AXES, 0)
         for group, count in self._world.book.ledger.by_axis().items():
-            sent[_HOME.get(group) or group.partition("/")[0]] += count
+            whole = group.partition("/")[0].partition(" ")[0]
+            sent[_HOME.get(whole, whole)] += count
         stages = torch.zeros(self._setup.plan.stage_count, 3, 2, dtype=torch.float64)
         for span in compute:
             stage, kind = int(span.name.partition(span.kind)[0]), "FBW".index(span.kind)
@@ -157,8 +170,10 @@ class Meter:
             self._spent += perf_counter() - begin
         return self._last
 
-    def _predicted(self, sums: Tensor) -> float:
+    def _predicted(self, sums: Tensor) -> float | None:
         """Bubble of the same schedule on paper, with the mean cost of each stage's actions in this step."""
+        if self._setup.plan.schedule == "2bw":
+            return None  # its steps overlap: no list of one step to simulate
         per_stage = sums.view(-1, 3, 2)
         means = (per_stage[..., 0] / per_stage[..., 1].clamp_min(1)).tolist()
         costs = [Cost(forward=f, backward=b, weight=w) for f, b, w in means]

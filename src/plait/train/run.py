@@ -21,6 +21,7 @@ from plait.core.errors import ConfigError
 from plait.core.fields import nearest_names
 from plait.core.legal import check
 from plait.core.plan import Plan
+from plait.core.sections import MoESection
 from plait.models.config import PRESETS, ModelConfig, parameter_shapes
 from plait.models.families import from_hf
 from plait.parallel.layout import build_schedule, model_shape
@@ -100,12 +101,31 @@ def model_config(config: Config) -> ModelConfig:
             base = PRESETS[section.preset].to_mapping()
         if base and "head_dim" not in section.fields and {"hidden_size", "num_heads"} & set(section.fields):
             base["head_dim"] = 0  # follows from the sizes that were given
-        return ModelConfig.from_mapping({**base, **section.fields})
+        return _with_choices(ModelConfig.from_mapping({**base, **section.fields}), config.moe)
     except ConfigError:
         raise
     except (OSError, KeyError, TypeError, ValueError) as error:
         source = f"{section.hf / 'config.json'}: " if section.hf is not None else ""
         raise ConfigError(f"[model] {source}{error}") from error
+
+
+def _with_choices(model: ModelConfig, section: MoESection) -> ModelConfig:
+    """``model`` trained as ``[moe]`` says."""
+    if model.moe is None:
+        if section != MoESection():
+            raise ConfigError("[moe] is for models with experts, and this one has none: leave the section out")
+        return model
+    chosen = dataclasses.replace(
+        model.moe,
+        capacity_factor=section.capacity_factor,
+        drop=section.drop,
+        aux_loss=section.aux_loss,
+        z_loss=section.z_loss,
+        bias=model.moe.bias or section.bias_balance,
+        bias_balance=section.bias_balance,
+        bias_rate=section.bias_rate,
+    )
+    return dataclasses.replace(model, moe=chosen)
 
 
 def claim_folder(config: Config) -> Config:
@@ -190,7 +210,8 @@ def build(setup: Setup, world: World) -> Parallel:
         model = Decoder(setup.model, seed=setup.config.train.seed)
     for name in frozen_names(setup.config, setup.model):
         model.get_parameter(name).requires_grad_(False)
-    return parallelize(model, setup.plan, world, weights=weight_source(setup))
+    movable = setup.config.moe.placement == "load"
+    return parallelize(model, setup.plan, world, weights=weight_source(setup), movable_experts=movable)
 
 
 def frozen_names(config: Config, model: ModelConfig) -> list[str]:

@@ -10,6 +10,7 @@ first updates are ``lr * sign(gradient)``, and the sign of a gradient smaller th
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import tempfile
@@ -23,16 +24,22 @@ from rich.console import Console
 from torch import Tensor, nn
 
 from plait.checkpoint.store import WeightFolder
+from plait.core.compression import Compression
 from plait.core.config import Config, dump, loads
+from plait.core.errors import PlanError
 from plait.models.batch import Batch
 from plait.models.config import parameter_shapes
 from plait.models.decoder import Decoder
 from plait.models.init import WeightSource, initialise
+from plait.models.moe import end_step, routers
+from plait.models.router import unrecorded
+from plait.schedule.windows import version_of
 from plait.train.compare import ROUNDOFF, Step, compare, hidden_distance
 from plait.train.exchange import gather_json, make_tokens, shared_folder, write_stretches
 from plait.train.launch import Place, Worker, launch, placed
 from plait.train.run import Setup, build, frozen_names, open_samples, prepare, to_device, weight_source
-from plait.train.trainer import make_optimizer, rate_of, train_step
+from plait.train.step import Steps, rate_of
+from plait.train.trainer import check_device
 from plait.train.verify_table import document, show
 
 PROJECTIONS = 4
@@ -43,11 +50,12 @@ PROJECTIONS = 4
 class Probe:
     """Sums over all rows of the activations after the embedding and each layer: what `compare` takes as ``hidden``.
 
-    Row n of sample s has weight ``cos(w * (s T + n))``, feature d ``cos(v * (d + 1))``, with irrational frequencies:
-    fixed vectors that are as good as random, and the same for every cut.
+    Row n of sample s (T its length) has weight ``cos(w * (s T + n))``, feature d ``cos(v * (d + 1))``, with irrational
+    frequencies: fixed vectors that are as good as random, and the same for every cut.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, seq: int) -> None:
+        self._seq = seq
         self.sums: dict[str, list[float]] = {}
 
     def watch(self, name: str, module: nn.Module, cut: tuple[int, int]) -> None:
@@ -66,9 +74,12 @@ class Probe:
         return sums
 
     def _project(self, h_ND: Tensor, batch: Batch, cut: tuple[int, int]) -> list[float]:
-        seq = batch.tokens_BT.shape[1]
-        place = batch.sample_B[:, None] * seq + torch.arange(seq, device=h_ND.device)
+        place = batch.sample_B[:, None] * self._seq + batch.indices_T()
         mine = place.flatten().chunk(cut[1])[cut[0]].double()
+        real = batch.real_N()
+        if real is not None:
+            real = real.chunk(cut[1])[cut[0]]
+            h_ND, mine = h_ND[real], mine[real]
         frequencies = torch.tensor([2.0, 3.0, 5.0, 7.0], dtype=torch.float64, device=h_ND.device).sqrt()[:PROJECTIONS]
         rows_NP = (mine[:, None] * frequencies).cos()
         features = torch.arange(1, h_ND.shape[1] + 1, dtype=torch.float64, device=h_ND.device)
@@ -85,8 +96,14 @@ def run(config: Config, *, steps: int = 3, as_json: bool = False) -> int:
     those of a training run: ConfigError and PlanError before anything starts, RankError when a rank fails.
     """
     setup = prepare(config)
+    if Compression.parse(setup.plan.compress).feedback:
+        raise PlanError(
+            f"compress={setup.plan.compress} leaves out parts of gradients on purpose: there is nothing to hold them "
+            "to; what works: verify the plan with compress=none or compress=half"
+        )
     place = placed()
     if place is None:
+        check_device(config.run.device, setup.world_size, setup.plan.precision)
         open_samples(setup)  # text becomes tokens once, and data that cannot serve is refused here
     reports = place is None or place.rank == 0
     if reports and not as_json:
@@ -117,9 +134,10 @@ def run(config: Config, *, steps: int = 3, as_json: bool = False) -> int:
 
 
 def trained_shapes(setup: Setup) -> dict[str, tuple[int, ...]]:
-    """Shapes of the parameters that have a gradient, in forward order."""
+    """Shapes of the parameters that have a gradient, in forward order. A router's bias is moved, and has none."""
     frozen = set(frozen_names(setup.config, setup.model))
-    return {name: shape for name, shape in parameter_shapes(setup.model).items() if name not in frozen}
+    shapes = parameter_shapes(setup.model)
+    return {name: shape for name, shape in shapes.items() if name not in frozen and not name.endswith(".router.bias")}
 
 
 def run_rank(worker: Worker, text: str, steps: int, folder: str) -> None:
@@ -130,16 +148,21 @@ def run_rank(worker: Worker, text: str, steps: int, folder: str) -> None:
     # Ranks that another launcher started have each their own folder.
     home = shared_folder(world, Path(folder), "TMPDIR")
     make_tokens(setup, world, worker.place.local_rank)
-    parallel, samples, probe = build(setup, world), open_samples(setup), Probe()
-    optimizer = make_optimizer(config, parallel)
+    parallel, samples, probe = build(setup, world), open_samples(setup), Probe(setup.config.data.seq)
+    taking = Steps(setup, parallel, samples, steps)
     tp, zero, names = world.at["tp"], parallel.zero, trained_shapes(setup)
     if setup.plan.sp or tp == 0:
         for stage in parallel.stages:
             _watch(probe, cast(Decoder, stage.module), (tp, setup.plan.tp) if setup.plan.sp else (0, 1))
     rows = []
     for step in range(steps):
-        loss, norm = train_step(setup, parallel, samples, optimizer, step, rate_of(config, step))
-        rows.append({"loss": loss, "norm": norm, "hidden": _sum(gather_json(world, probe.take()))})
+        taken = taking.take(step)
+        while taken.skipped:  # fp16's scale finds its size; no weight has changed
+            probe.take()
+            taken = taking.take(step)
+        seen = {str(layer): stats.tolist() for layer, stats in taken.routers.items()}
+        hidden = _sum(gather_json(world, probe.take()))
+        rows.append({"loss": taken.loss, "norm": taken.norm, "hidden": hidden, "routers": seen})
         for kind, stretches in (("gradients", zero.gradients()), ("weights", zero.masters())):
             write_stretches(home / str(step) / kind, world, setup.model, setup.plan.zero, stretches, names)
     if world.rank == 0:
@@ -177,35 +200,28 @@ def one_process(setup: Setup, folder: Path, steps: int) -> Iterator[Step]:
     place = placed() or Place(rank=0, local_rank=0, world_size=1, local_size=setup.world_size)
     device = Worker(place=place, device=config.run.device, timeout=config.run.timeout).torch_device()
     model = Decoder(setup.model, seed=config.train.seed)
-    source: WeightSource = weight_source(setup)
-    initialise(model, source)
+    # The weights after each step: the plan's.
+    sources: list[WeightSource] = [weight_source(setup)]
+    initialise(model, sources[0])
     model.to(device)
     for name in frozen_names(config, setup.model):
         model.get_parameter(name).requires_grad_(False)
     trained = {name: model.get_parameter(name) for name in trained_shapes(setup)}
     optimizer = _plain_adamw(config, list(trained.values()))
-    samples, probe = open_samples(setup), Probe()
-    _watch(probe, model, (0, 1))
+    reference = _Reference(setup, model, trained, device)
+    rows = json.loads((folder / "steps.json").read_text(encoding="utf-8"))
     for step in range(steps):
-        batches = [range(at, at + setup.plan.micro) for at in range(0, config.train.global_batch, setup.plan.micro)]
-        count = max(samples.target_count(step), 1)
-
-        def forward_backward(step: int = step, batches: list[range] = batches, count: int = count) -> _Pass:
-            loss = 0.0
-            for rows in batches:
-                batch = to_device(samples.batch(step, rows), device)
-                part = model.loss(model(None, batch), batch.targets_BT.flatten()) / count
-                part.backward()
-                loss += float(part.detach())
-            found = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in trained.items()}
-            model.zero_grad()
-            return _Pass(loss=loss, gradients=found, hidden=probe.take())
-
-        plain = forward_backward()
+        _set_weights(trained, sources[version_of(step) if setup.plan.schedule == "2bw" else step])
+        plain = reference.forward_backward(step)
         _round_weights(trained, ROUNDOFF[setup.plan.precision], step)
-        rounded = forward_backward()
+        with unrecorded(model):
+            rounded = reference.forward_backward(step)
+        source = sources[step]
         _set_weights(trained, source)
         _take_step(optimizer, trained, WeightFolder(folder / str(step) / "gradients"), rate_of(config, step))
+        for layer, router in routers(model).items():
+            # The plan's loads, as its weights: both sides stay at the same point.
+            end_step(router, torch.tensor(rows[step]["routers"][str(layer)], dtype=torch.float64, device=device))
         yield Step(
             loss=plain.loss,
             # In fp64: the fp32 norm of a large tensor is off by 1e-4 and more on CPU.
@@ -216,8 +232,36 @@ def one_process(setup: Setup, folder: Path, steps: int) -> Iterator[Step]:
             update=_difference(trained, source),
             rounding=_distances(plain, rounded),
         )
-        source = WeightFolder(folder / str(step) / "weights")
-        _set_weights(trained, source)
+        sources.append(WeightFolder(folder / str(step) / "weights"))
+
+
+@final
+class _Reference:
+    """Forward and backward of whole global batches on one device."""
+
+    def __init__(self, setup: Setup, model: Decoder, trained: Mapping[str, nn.Parameter], device: torch.device) -> None:
+        self._setup = setup
+        self._model = model
+        self._trained = trained
+        self._device = device
+        self._samples = open_samples(setup)
+        self._probe = Probe(setup.config.data.seq)
+        _watch(self._probe, model, (0, 1))
+
+    def forward_backward(self, step: int) -> _Pass:
+        """The step's loss, gradients and activations at the model's weights, in the plan's microbatches."""
+        setup, model, samples = self._setup, self._model, self._samples
+        size, micro = setup.config.train.global_batch, setup.plan.micro
+        count, loss = max(samples.target_count(step), 1), 0.0
+        for at in range(0, size, micro):
+            batch = to_device(samples.batch(step, range(at, at + micro)), self._device)
+            batch = dataclasses.replace(batch, total=size * setup.config.data.seq)
+            part = model.loss(model(None, batch), batch.targets_BT.flatten()) / count
+            part.backward()
+            loss += float(part.detach())
+        found = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in self._trained.items()}
+        model.zero_grad()
+        return _Pass(loss=loss, gradients=found, hidden=self._probe.take())
 
 
 @dataclass(frozen=True, kw_only=True)
