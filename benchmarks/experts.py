@@ -3,8 +3,8 @@
     python benchmarks/experts.py [--parts products,step,placement] [--repeats 9] [--layers 8] [--json FILE]
 
 ``products``   one process: three ways to multiply sorted rows with their experts, even and skewed loads.
-``step``       two ranks: a training step of ``bench-moe`` under ep=2 beside one of ``bench`` under dp=2: as many
-               operations a token (but for the router's), the same tokens a rank.
+``step``       two ranks: a training step of ``bench-moe`` under ep=2, its routers balanced by their biases, beside one
+               of ``bench`` under dp=2: as many operations a token (but for the router's), the same tokens a rank.
 ``placement``  two ranks, router biases that send most rows to experts 0 and 1, both of rank 0 at first: experts where
                they are, moved by the measured load, and moved with the hottest shadowed.
 
@@ -43,11 +43,12 @@ from plait.models.router import Router
 from plait.parallel.apply import Parallel, parallelize
 from plait.parallel.placement import loads, place, spread
 
-BATCH, SEQ, WARM = 8, 256, 2
-HOT = (0.06, 0.05, 0.02, 0.01, 0.0, 0.0, 0.0, 0.0)
+BATCH, SEQ, WARM, BALANCING = 8, 256, 2, 16
+HOT = (0.15, 0.1, 0.03, 0.02, 0.0, 0.0, 0.0, 0.0)
 """Router biases of the skewed stream; the scores they are added to are about 1/8."""
 Row = dict[str, Any]
 Run = Callable[[], object]
+Times = tuple[float, float]
 
 
 def rounds(
@@ -61,28 +62,29 @@ def rounds(
     return {name: each[WARM:] for name, each in found.items()}
 
 
-def summary(found: Row, base: str) -> list[Row]:
-    """One row a way: median seconds, and how many times as fast as ``base`` it is."""
+def summary(found: dict[str, list[Times]], base: str) -> list[Row]:
+    """One row a way: median seconds, by the clock and of the processor, and how many times as fast as ``base``."""
     rows = []
     for name, each in found.items():
-        ratios = [a / b for a, b in zip(found[base], each, strict=True)]
-        quarter = statistics.quantiles(ratios, n=4)
-        rows.append(
-            {
-                "way": name,
-                "seconds": statistics.median(each),
+        row: Row = {"way": name}
+        for kind, index in (("clock", 0), ("cpu", 1)):
+            ratios = [a[index] / b[index] for a, b in zip(found[base], each, strict=True)]
+            quarter = statistics.quantiles(ratios, n=4)
+            row[kind] = {
+                "seconds": statistics.median(times[index] for times in each),
                 "speed": statistics.median(ratios),
                 "q1": quarter[0],
                 "q3": quarter[2],
             }
-        )
+        rows.append(row)
     return rows
 
 
-def timed(run: Run) -> float:
-    begin = time.perf_counter()
+def timed(run: Run) -> Times:
+    """By the clock, and of this process's threads: other processes on the machine hardly touch the second."""
+    begin, processor = time.perf_counter(), time.process_time()
     run()
-    return time.perf_counter() - begin
+    return time.perf_counter() - begin, time.process_time() - processor
 
 
 # products
@@ -159,34 +161,40 @@ class Trainer:
         """Assignments of each expert in the last step, by layer."""
         return self.parallel.loads(self.routers)
 
+    def spread(self) -> float:
+        """Std over mean of the ranks' loads in the last step, mean over layers."""
+        mixtures = self.parallel.mixtures
+        return statistics.mean(spread(loads(mixtures[layer].placement, load)) for layer, load in self.load().items())
 
-def _clock(world: World) -> Callable[[Run], float]:
-    """From a barrier to the end of the last rank."""
+
+def _clock(world: World) -> Callable[[Run], Times]:
+    """From a barrier to the end of the last rank, and the most that a rank's processor worked."""
     group = world.group("dp")
 
-    def seconds(run: Run) -> float:
+    def seconds(run: Run) -> Times:
         group.barrier()
-        mine = torch.tensor([timed(run)], dtype=torch.float64)
-        return float(group.all_reduce(mine, "max").wait())
+        wall, processor = group.all_reduce(torch.tensor(timed(run), dtype=torch.float64), "max").wait().tolist()
+        return wall, processor
 
     return seconds
 
 
+def biased(layers: int, rate: float) -> ModelConfig:
+    """``bench-moe`` with a bias on the routers' scores, which moves by ``rate`` a step."""
+    moe = MoEConfig(num_experts=8, top_k=2, ffn_size=704, bias=True, bias_balance=rate > 0, bias_rate=rate)
+    return dataclasses.replace(PRESETS["bench-moe"], num_layers=layers, moe=moe)
+
+
 def steps(world: World, layers: int, repeats: int) -> list[Row]:
     dense = dataclasses.replace(PRESETS["bench"], num_layers=layers)
-    experts = dataclasses.replace(PRESETS["bench-moe"], num_layers=layers)
     share = BATCH // world.mesh.dp
-    ways = {
-        "dense dp=2": Trainer(dense, f"micro={share}", world).step,
-        "experts ep=2": Trainer(experts, f"ep=2 micro={share}", world).step,
-    }
-    return [{"part": "step", **row} for row in summary(rounds(ways, repeats, _clock(world)), "dense dp=2")]
-
-
-def skewed(layers: int) -> ModelConfig:
-    """``bench-moe`` with a bias on the routers' scores."""
-    moe = MoEConfig(num_experts=8, top_k=2, ffn_size=704, bias=True)
-    return dataclasses.replace(PRESETS["bench-moe"], num_layers=layers, moe=moe)
+    experts = Trainer(biased(layers, 4e-3), f"ep=2 micro={share}", world)
+    for _ in range(BALANCING):
+        experts.step()
+    ways: dict[str, Run] = {"dense dp=2": Trainer(dense, f"micro={share}", world).step, "experts ep=2": experts.step}
+    rows = summary(rounds(ways, repeats, _clock(world)), "dense dp=2")
+    rows[-1]["spread"] = experts.spread()
+    return [{"part": "step", **row} for row in rows]
 
 
 def _skew(parallel: Parallel) -> None:
@@ -199,7 +207,7 @@ def _skew(parallel: Parallel) -> None:
 
 def placements(world: World, layers: int, repeats: int) -> list[Row]:
     plan = f"ep=2 micro={BATCH // world.mesh.dp}"
-    trainers = {name: Trainer(skewed(layers), plan, world) for name in ("static", "moved", "moved, 1 shadow")}
+    trainers = {name: Trainer(biased(layers, 0.0), plan, world) for name in ("static", "moved", "moved, 1 shadow")}
     for name, trainer in trainers.items():
         _skew(trainer.parallel)
         trainer.step()
@@ -211,10 +219,7 @@ def placements(world: World, layers: int, repeats: int) -> list[Row]:
     ways = {name: trainer.step for name, trainer in trainers.items()}
     rows = summary(rounds(ways, repeats, _clock(world)), "static")
     for row in rows:
-        trainer = trainers[row["way"]]
-        mixtures = trainer.parallel.mixtures
-        spreads = [spread(loads(mixtures[layer].placement, load)) for layer, load in trainer.load().items()]
-        row |= {"part": "placement", "spread": statistics.mean(spreads)}
+        row |= {"part": "placement", "spread": trainers[row["way"]].spread()}
     return rows
 
 
@@ -250,12 +255,14 @@ def main() -> None:
         path = str(Path(folder) / "rows.json")
         mp.spawn(_rank, args=(port, options, path), nprocs=2)
         rows += json.loads(Path(path).read_text())
-    print(f"{'part':18} {'way':16} {'seconds':>9} {'speed':>6} {'q1':>6} {'q3':>6} {'spread':>7}")
+    columns = ("seconds", "speed", "q1", "q3", "cpu s", "speed", "spread")
+    print(f"{'part':18} {'way':16} " + " ".join(f"{name:>8}" for name in columns))
     for row in rows:
-        even = f"{row['spread']:7.3f}" if "spread" in row else ""
+        clock, cpu = row["clock"], row["cpu"]
+        even = f"{row['spread']:8.3f}" if "spread" in row else ""
         print(
-            f"{row['part']:18} {row['way']:16} {row['seconds']:9.4f} {row['speed']:6.2f} {row['q1']:6.2f} "
-            f"{row['q3']:6.2f} {even}"
+            f"{row['part']:18} {row['way']:16} {clock['seconds']:8.4f} {clock['speed']:8.2f} {clock['q1']:8.2f} "
+            f"{clock['q3']:8.2f} {cpu['seconds']:8.4f} {cpu['speed']:8.2f} {even}"
         )
     if options.json:
         options.json.write_text(json.dumps({"layers": options.layers, "rows": rows}, indent=1))
