@@ -26,6 +26,21 @@ PLANS = {
     "tied-on-one-rank": (2, ["model.tied=true", "plan.tp=2"]),
     "zero-1": (4, ["plan.pp=2", "plan.dp=2", "plan.zero=1", "plan.stages=3,1"]),
     "bf16-frozen": (4, ["plan.tp=2", "plan.dp=2", "plan.zero=1", "plan.precision=bf16", 'train.freeze=["layers.0.*"]']),
+    "zero-2": (4, ["plan.pp=2", "plan.dp=2", "plan.zero=2"]),
+    "zero-3-bf16": (4, ["plan.tp=2", "plan.dp=2", "plan.zero=3", "plan.precision=bf16"]),
+    "hsdp": (4, ["plan.dp=4", "plan.zero=3", "plan.zero_group=2"]),
+    "2bw": (2, ["plan.pp=2", "plan.schedule=2bw"]),
+    "experts": (
+        4,
+        [
+            "model.preset=moe-tiny",
+            'model.moe={"num_experts"=4, "top_k"=2, "ffn_size"=24}',
+            "plan.dp=4",
+            "plan.ep=2",
+            "plan.zero=3",
+            "plan.precision=bf16",
+        ],
+    ),
     "gpt2": (2, ["model.preset=gpt2-tiny", "model.num_kv_heads=4", "model.ffn_size=64", "plan.pp=2"]),
 }
 
@@ -45,10 +60,13 @@ def test_bytes_are_those_of_a_real_run(pool: Pool, name: str) -> None:
     config = load(None, [*SMALL, *sets])
     setup = prepare(config, world_size=size)
     mesh = setup.plan.mesh(size)
-    held = {(one.pp, one.tp): one for one in dry.holdings(setup.model, setup.plan, mesh, config.train.freeze)}
+    held = {
+        (one.pp, one.tp, one.ep, one.etp): one
+        for one in dry.holdings(setup.model, setup.plan, mesh, config.train.freeze)
+    }
     for rank, (count, real, padding) in enumerate(pool.run(size, held_by_rank, dump(config), size)):
         at = mesh.coordinate(rank)
-        said = held[at["pp"], at["tp"]]
+        said = held[at["pp"], at["tp"], at["ep"], at["etp"]]
         assert said.parameters == count
         for what, announced, width in (
             ("weights", said.weights, 4),

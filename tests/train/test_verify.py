@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from plait.core.config import Config, load
-from plait.parallel import apply, rules
+from plait.parallel import apply, cut, rules
+from plait.train import step as stepping
 from plait.train import verify
 from plait.train.compare import HEAD, Report, Step, compare
 from plait.train.data import write_tokens
@@ -274,7 +275,7 @@ def small(tokens: Path, *sets: str) -> Config:
 def rank_in_pool(connect: Connect, arguments: list[Any], size: int, fault: str) -> None:
     """`verify.run_rank` on a worker of the test session, with one of plait's own lines broken."""
     worker = SimpleNamespace(place=SimpleNamespace(world_size=size, local_rank=connect.rank), connect=connect)
-    table, first_token, make_optimizer = rules.TABLE, apply._first_token, verify.make_optimizer
+    table, first_token, make_optimizer = rules.TABLE, cut._first_token, stepping.make_optimizer
 
     def decays_all(config: Config, parallel: apply.Parallel) -> torch.optim.AdamW | None:
         optimizer = make_optimizer(config, parallel)
@@ -287,13 +288,13 @@ def rank_in_pool(connect: Connect, arguments: list[Any], size: int, fault: str) 
             broken = rules.Rule(pattern="layers.1.norm2.weight", form=rules.Form.PLAIN)
             rules.TABLE = (broken, *table)  # type: ignore[misc]
         elif fault == "targets are off":
-            apply._first_token = lambda config, world: first_token(config, world) + world.at["tp"]
+            cut._first_token = lambda config, world: first_token(config, world) + world.at["tp"]
         elif fault == "norms decay":
-            verify.make_optimizer = decays_all
+            stepping.make_optimizer = decays_all
         verify.run_rank(cast(Worker, worker), *arguments)
     finally:
         rules.TABLE = table  # type: ignore[misc]
-        apply._first_token, verify.make_optimizer = first_token, make_optimizer
+        cut._first_token, stepping.make_optimizer = first_token, make_optimizer
 
 
 @pytest.fixture
@@ -309,6 +310,7 @@ def by_pool(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, s
     yield chosen
 
 
+EXPERTS = 'model.moe={"num_experts"=4, "top_k"=2, "ffn_size"=24}'
 PLANS = {
     "tp-pp": ["plan.tp=2", "plan.pp=2"],
     "gpt2-tied-dropout-zero": ["model.preset=gpt2-tiny", "model.num_kv_heads=4", "model.dropout=0.1", "plan.pp=2",
@@ -318,6 +320,15 @@ PLANS = {
                            'train.freeze=["layers.0.*", "embed.*"]'],
     "no-sequence-parallel": ["plan.tp=2", "plan.sequence_parallel=false", "plan.dp=2", "optimizer.clip=0"],
     "bf16": ["plan.tp=2", "plan.pp=2", "plan.precision=bf16"],
+    "fp16": ["plan.tp=2", "plan.dp=2", "plan.precision=fp16"],
+    "uneven-context": ["data.seq=15", "plan.cp=2", "plan.tp=2", "plan.micro=4"],
+    "zero-bubble-zero-3": ["plan.pp=2", "plan.dp=2", "plan.virtual=2", "plan.schedule=zb-v", "plan.zero=3",
+                           "model.num_layers=4"],
+    "two-versions": ["plan.pp=2", "plan.schedule=2bw"],
+    "searched": ["plan.pp=2", "plan.schedule=auto"],
+    "half-on-the-wire": ["plan.dp=2", "plan.compress=half"],
+    "experts": ["model.preset=moe-tiny", EXPERTS, "plan.dp=2", "plan.tp=2", "plan.ep=2", "moe.aux_loss=0.01",
+                "moe.bias_balance=true", "moe.capacity_factor=1.5"],
 }  # fmt: skip
 
 

@@ -55,7 +55,7 @@ class Cutter:
             names = list(module.named_parameters(recurse=False))
             if names:
                 self._replace(part, path, module, names, stage, deferred)
-        start = split(self.config.vocab_size, self.world.mesh.tp, self.world.at["tp"])[0]
+        start = _first_token(self.config, self.world)
         part.loss = VocabCrossEntropy(group=self.world.group("tp"), start=start)  # type: ignore[assignment]
         self._recompute(part)
         return part
@@ -181,6 +181,10 @@ def _take(model: Decoder, layers: tuple[int, int], *, first: bool, last: bool) -
     part.norm = model.norm if last else None
     part.head = model.head if last else None
     return part
+
+
+def _first_token(config: ModelConfig, world: World) -> int:
+    return split(config.vocab_size, world.mesh.tp, world.at["tp"])[0]
 
 
 def _put(root: nn.Module, path: str, module: nn.Module) -> None:

@@ -28,14 +28,17 @@ from torch import Tensor
 
 FLOOR = 1e-3
 """Share of a typical parameter's gradient below which errors are no longer relative to the parameter's own."""
-ROUNDOFF = {"fp32": 2.0**-24, "bf16": 2.0**-8}
+ROUNDOFF = {"fp32": 2.0**-24, "bf16": 2.0**-8, "fp16": 2.0**-11, "fp8": 2.0**-4}
 """Unit roundoff of the numbers that layers hand on, by precision of the plan."""
-MARGIN = {"fp32": 64.0, "bf16": 12.0}
+MARGIN = {"fp32": 64.0, "bf16": 12.0, "fp16": 12.0, "fp8": 12.0}
 """Tolerance of gradients and activations, in roundoffs times the square root of (layers + 2)."""
-SCALAR_MARGIN = {"fp32": 64.0, "bf16": 2.0}
+SCALAR_MARGIN = {"fp32": 64.0, "bf16": 2.0, "fp16": 2.0, "fp8": 2.0}
 """Tolerance of loss and gradient norm, in roundoffs."""
 ROUNDINGS = 16.0
 """Tolerance in units of what one rounding of every weight changes, where that is more."""
+WIRE = 2.0**-7
+"""Tolerance of gradients that travel in bf16: each term, and their sum, are rounded by up to 2^-9 of themselves; terms
+may be larger than their sum."""
 UPDATE = 2.0**-16
 """Tolerance of updates: 256 fp32 roundoffs."""
 HEAD = "norm, head and loss"
@@ -178,8 +181,12 @@ def compare(
     *,
     precision: str,
     layers: int,
+    wire: float = 0.0,
 ) -> Report:
-    """Hold ``candidate`` to ``reference``, step by step; ``shapes``: the parameters to compare, in forward order."""
+    """Hold ``candidate`` to ``reference``, step by step; ``shapes``: the parameters to compare, in forward order.
+
+    ``wire``: largest relative error that summing gradients over data ranks makes on purpose.
+    """
     limit, scalar = tolerance(precision, layers), SCALAR_MARGIN[precision] * ROUNDOFF[precision]
     steps = []
     for number, (one, cut) in enumerate(zip(reference, candidate, strict=True)):
@@ -192,9 +199,9 @@ def compare(
                 losses=(cut.loss, one.loss),
                 norms=(cut.norm, one.norm),
                 loss=_check("loss", abs(cut.loss - one.loss), abs(one.loss), 0.0, scalar),
-                norm=_check("gradient norm", abs(cut.norm - one.norm), one.norm, spread, scalar),
+                norm=_check("gradient norm", abs(cut.norm - one.norm), one.norm, spread, max(scalar, wire)),
                 hidden=tuple(_hidden(name, cut, one, limit) for name in one.hidden),
-                gradients=tuple(_gradient(name, cut, one, floor, limit) for name in shapes),
+                gradients=tuple(_gradient(name, cut, one, floor, max(limit, wire)) for name in shapes),
                 updates=tuple(_update(name, cut, one) for name in shapes),
             )
         )

@@ -2,8 +2,10 @@
 
 Everything is read from what the run itself builds from: `plait.parallel.rules` for shards, `plait.parallel.layout` for
 stages and schedule. Bytes are those of `Zero.state_bytes` without its padding (shards of a bucket begin at multiples of
-64 bytes): weights in the plan's precision; gradients in fp32; for the optimizer two fp32 moments, and with bf16 an fp32
-master copy. ZeRO 1 shares the optimizer's evenly over the data ranks. Frozen parameters have weights alone.
+64 bytes): weights in the plan's precision (a router's in fp32); gradients in fp32; for the optimizer two fp32 moments,
+and, where the weights are not fp32 or kept twice (2bw), an fp32 master copy. ZeRO shares the optimizer's (stage 1), the
+gradients (2) and the weights (3) evenly over the data ranks, an expert's over those that have copies of it. Frozen
+parameters have weights alone.
 """
 
 from __future__ import annotations
@@ -26,9 +28,10 @@ from rich.text import Text
 from plait.core.events import Bubble, bubble
 from plait.core.mesh import Mesh
 from plait.core.plan import Plan
+from plait.core.shard import ShardSpec
 from plait.models.config import ModelConfig, parameter_count, parameter_shapes
 from plait.parallel.layout import build_schedule, placement, stage_bounds, stage_layers, stage_parameters
-from plait.parallel.rules import specs
+from plait.parallel.rules import data_axes, sizes_of, specs
 from plait.schedule.grid import grid
 from plait.schedule.ir import Kind, Schedule
 from plait.schedule.simulate import Cost, simulate
@@ -56,10 +59,12 @@ class StageRow:
 
 @dataclass(frozen=True, kw_only=True)
 class Holding:
-    """What every rank at (``pp``, ``tp``) holds, whatever its ``dp``. Bytes are a rank's."""
+    """What every rank at (``pp``, ``tp``, ``ep``, ``etp``) holds, whatever its other indices. Bytes are a rank's."""
 
     pp: int
     tp: int
+    ep: int
+    etp: int
     stages: tuple[int, ...]
     parameters: int
     weights: int
@@ -92,33 +97,66 @@ def stages(model: ModelConfig, plan: Plan) -> list[StageRow]:
 
 
 def holdings(model: ModelConfig, plan: Plan, mesh: Mesh, freeze: Sequence[str] = ()) -> list[Holding]:
-    """What the ranks hold, by (pp, tp) in order; ``freeze``: name patterns of parameters that are not trained."""
+    """What the ranks hold, in order of their places; ``freeze``: name patterns of parameters that are not trained."""
     names, homes, layout = stage_parameters(model, stage_layers(model, plan)), placement(plan), specs(model, plan)
-    width = {"fp32": 4, "bf16": 2}[plan.precision]
-    moments = 8 if plan.precision == "fp32" else 12
-    shards = mesh.dp * mesh.cp if plan.zero >= 1 else 1
+    places = {(at["tp"], at["ep"], at["etp"]): at for at in map(mesh.coordinate, range(mesh.world_size // mesh.pp))}
     found = []
     for pp in range(mesh.pp):
         here = tuple(stage for stage, home in enumerate(homes) if home == pp)
         # A tied weight whose both ends are on one rank is there once.
         held = {name for stage in here for name in names[stage]}
-        for tp in range(mesh.tp):
-            sizes = {name: layout[name].local_size(mesh.sizes, {"tp": tp}) for name in held}
-            trained = sum(
-                size for name, size in sizes.items() if not any(fnmatchcase(name, pattern) for pattern in freeze)
-            )
+        for (tp, ep, etp), at in sorted(places.items()):
+            parameters = weights = gradients = optimizer = 0
+            for name in held:
+                spec = layout[name]
+                size = spec.local_size(sizes_of(spec, mesh), at)
+                trained = not name.endswith(".router.bias") and not any(fnmatchcase(name, one) for one in freeze)
+                shards = _shards(spec, plan, mesh)
+                kept = _bytes_of(name, plan, trained)
+                parameters += size
+                # Frozen vectors are not shared.
+                whole = plan.zero < 3 or (not trained and len(spec.shape) < 2)
+                weights += (size if whole else -(-size // shards)) * kept.weight
+                gradients += (size if plan.zero < 2 else -(-size // shards)) * kept.gradient
+                optimizer += (size if plan.zero < 1 else -(-size // shards)) * kept.optimizer
             found.append(
                 Holding(
                     pp=pp,
                     tp=tp,
+                    ep=ep,
+                    etp=etp,
                     stages=here,
-                    parameters=sum(sizes.values()),
-                    weights=sum(sizes.values()) * width,
-                    gradients=trained * 4,
-                    optimizer=-(-trained // shards) * moments,
+                    parameters=parameters,
+                    weights=weights,
+                    gradients=gradients,
+                    optimizer=optimizer,
                 )
             )
     return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Width:
+    """Bytes for each element of a parameter, where nothing is shared."""
+
+    weight: int
+    gradient: int
+    optimizer: int
+
+
+def _bytes_of(name: str, plan: Plan, trained: bool) -> _Width:
+    narrow = plan.precision != "fp32" and ".router." not in name
+    versions = 2 if plan.schedule == "2bw" and trained else 1
+    weight = (2 if narrow else 4) * versions
+    if not trained:
+        return _Width(weight=weight, gradient=0, optimizer=0)
+    return _Width(weight=weight, gradient=4, optimizer=12 if narrow or versions > 1 else 8)
+
+
+def _shards(spec: ShardSpec, plan: Plan, mesh: Mesh) -> int:
+    """Data ranks that share the state of a tensor."""
+    ranks = math.prod(sizes_of(spec, mesh)[axis] for axis in data_axes(spec))
+    return ranks if plan.zero_group is None else math.gcd(plan.zero_group, ranks)
 
 
 def predicted_bubble(schedule: Schedule) -> Bubble:
@@ -148,7 +186,7 @@ def render(setup: Setup, *, as_json: bool = False) -> str:
         _stage_table(rows),
         Rule("what each rank holds", align="left"),
         _holding_table(mesh, rows, held),
-        f"Training state in precision {plan.precision} with ZeRO {plan.zero}; activations and buffers come on top.",
+        f"Training state in precision {plan.precision} with ZeRO {plan.zero}; activations and passing buckets come on top.",
         Rule(
             f"schedule: {schedule.name}, {_count(schedule.stages, 'stage')}, {_count(microbatches, 'microbatch')}",
             align="left",
@@ -181,7 +219,10 @@ def _facts(setup: Setup, mesh: Mesh, microbatches: int) -> Table:
 
 
 def _sizes(mesh: Mesh) -> str:
-    return " x ".join(f"{axis} {size}" for axis, size in mesh.sizes.items())
+    dense = " x ".join(f"{axis} {size}" for axis, size in mesh.sizes.items())
+    return dense + (
+        f" (experts: {' x '.join(f'{a} {n}' for a, n in mesh.expert_sizes.items())})" if mesh.ep > 1 else ""
+    )
 
 
 def _mesh_table(mesh: Mesh) -> Table:
@@ -251,29 +292,36 @@ def _holding_table(mesh: Mesh, rows: Sequence[StageRow], held: Sequence[Holding]
 
 def _by_rank(mesh: Mesh, held: Sequence[Holding]) -> list[tuple[str, str, Holding]]:
     """(rank, its coordinate, what it holds) for every rank."""
-    by_place = {(one.pp, one.tp): one for one in held}
+    by_place = {(one.pp, one.tp, one.ep, one.etp): one for one in held}
     rows = []
     for rank in range(mesh.world_size):
         at = mesh.coordinate(rank)
-        place = " ".join(f"{axis} {at[axis]}" for axis, size in mesh.sizes.items() if size > 1)
-        rows.append((str(rank), place or "alone", by_place[at["pp"], at["tp"]]))
+        place = " ".join(f"{axis} {at[axis]}" for axis, size in _axes(mesh).items() if size > 1)
+        rows.append((str(rank), place or "alone", by_place[at["pp"], at["tp"], at["ep"], at["etp"]]))
     return rows
+
+
+def _axes(mesh: Mesh) -> dict[str, int]:
+    """Sizes of the axes that are shown: ``etp`` only beside ``ep``, for without experts it means nothing."""
+    return mesh.sizes | ({"ep": mesh.ep, "etp": mesh.etp} if mesh.ep > 1 else {})
 
 
 def _by_place(mesh: Mesh, held: Sequence[Holding]) -> list[tuple[str, str, Holding]]:
     """(number of ranks, where they are, what each of them holds): neighbours on tp that hold as much are one row."""
     groups: list[list[Holding]] = []
     for one in held:
-        if groups and replace(groups[-1][0], tp=one.tp) == one:
+        if groups and replace(groups[-1][0], tp=one.tp, ep=one.ep, etp=one.etp) == one:
             groups[-1].append(one)
         else:
             groups.append([one])
     rows = []
     for group in groups:
         first, last = group[0], group[-1]
-        tp = f" tp {first.tp}" if len(group) == 1 else f" tp {first.tp}-{last.tp}"
+        tp = f" tp {first.tp}" if first.tp == last.tp else f" tp {first.tp}-{last.tp}"
         place = f"pp {first.pp}" + (tp if mesh.tp > 1 else "")
-        rows.append((f"{len(group) * mesh.dp * mesh.cp} x", place, first))
+        # Every place of a pipeline rank is that of as many ranks.
+        places = sum(one.pp == first.pp for one in held)
+        rows.append((f"{len(group) * mesh.world_size // mesh.pp // places} x", place, first))
     return rows
 
 
@@ -305,15 +353,17 @@ def _document(
     setup: Setup, mesh: Mesh, schedule: Schedule, rows: Sequence[StageRow], held: Sequence[Holding]
 ) -> Mapping[str, object]:
     found = predicted_bubble(schedule)
-    by_place = {(one.pp, one.tp): asdict(one) | {"total": one.total} for one in held}
+    by_place = {(one.pp, one.tp, one.ep, one.etp): asdict(one) | {"total": one.total} for one in held}
     ranks = []
     for rank in range(mesh.world_size):
         at = mesh.coordinate(rank)
-        ranks.append({"rank": rank, "at": at} | by_place[at["pp"], at["tp"]])
-        del ranks[-1]["pp"], ranks[-1]["tp"]
+        ranks.append({"rank": rank, "at": at} | by_place[at["pp"], at["tp"], at["ep"], at["etp"]])
+        for axis in ("pp", "tp", "ep", "etp"):
+            del ranks[-1][axis]
     return {
         "plan": str(setup.plan),
         "mesh": mesh.sizes,
+        "expert_mesh": mesh.expert_sizes,
         "world_size": mesh.world_size,
         "model": setup.model.to_mapping() | {"parameters": parameter_count(setup.model)},
         "global_batch": setup.config.train.global_batch,

@@ -34,7 +34,7 @@ from plait.models.init import WeightSource, initialise
 from plait.models.moe import end_step, routers
 from plait.models.router import unrecorded
 from plait.schedule.windows import version_of
-from plait.train.compare import ROUNDOFF, Step, compare, hidden_distance
+from plait.train.compare import ROUNDOFF, WIRE, Step, compare, hidden_distance
 from plait.train.exchange import gather_json, make_tokens, shared_folder, write_stretches
 from plait.train.launch import Place, Worker, launch, placed
 from plait.train.run import Setup, build, frozen_names, open_samples, prepare, to_device, weight_source
@@ -56,22 +56,22 @@ class Probe:
 
     def __init__(self, seq: int) -> None:
         self._seq = seq
-        self.sums: dict[str, list[float]] = {}
+        self.sums: dict[int, dict[str, list[float]]] = {}
+        """By step: where steps overlap, those of two are under way."""
 
     def watch(self, name: str, module: nn.Module, cut: tuple[int, int]) -> None:
         """Follow a module that gives hidden rows: the ``cut[0]``-th of ``cut[1]`` equal runs of its batch's rows."""
 
         def seen(_: nn.Module, args: tuple[Any, ...], out: Tensor) -> None:
             row = self._project(out.detach(), args[-1], cut)
-            old = self.sums.get(name, [0.0] * len(row))
-            self.sums[name] = [a + b for a, b in zip(old, row, strict=True)]
+            sums = self.sums.setdefault(args[-1].step, {})
+            sums[name] = [a + b for a, b in zip(sums.get(name, [0.0] * len(row)), row, strict=True)]
 
         module.register_forward_hook(seen)
 
-    def take(self) -> dict[str, list[float]]:
-        """What has been seen since the last call."""
-        sums, self.sums = self.sums, {}
-        return sums
+    def take(self, step: int) -> dict[str, list[float]]:
+        """What has been seen of ``step`` since the last call."""
+        return self.sums.pop(step, {})
 
     def _project(self, h_ND: Tensor, batch: Batch, cut: tuple[int, int]) -> list[float]:
         place = batch.sample_B[:, None] * self._seq + batch.indices_T()
@@ -124,6 +124,7 @@ def run(config: Config, *, steps: int = 3, as_json: bool = False) -> int:
             stored_steps(setup, Path(folder)),
             trained_shapes(setup),
             precision=setup.plan.precision,
+            wire=WIRE if setup.plan.compress == "half" else 0.0,
             layers=setup.model.num_layers,
         )
     if as_json:
@@ -158,10 +159,10 @@ def run_rank(worker: Worker, text: str, steps: int, folder: str) -> None:
     for step in range(steps):
         taken = taking.take(step)
         while taken.skipped:  # fp16's scale finds its size; no weight has changed
-            probe.take()
+            probe.take(step)
             taken = taking.take(step)
         seen = {str(layer): stats.tolist() for layer, stats in taken.routers.items()}
-        hidden = _sum(gather_json(world, probe.take()))
+        hidden = _sum(gather_json(world, probe.take(step)))
         rows.append({"loss": taken.loss, "norm": taken.norm, "hidden": hidden, "routers": seen})
         for kind, stretches in (("gradients", zero.gradients()), ("weights", zero.masters())):
             write_stretches(home / str(step) / kind, world, setup.model, setup.plan.zero, stretches, names)
@@ -261,7 +262,7 @@ class _Reference:
             loss += float(part.detach())
         found = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in self._trained.items()}
         model.zero_grad()
-        return _Pass(loss=loss, gradients=found, hidden=self._probe.take())
+        return _Pass(loss=loss, gradients=found, hidden=self._probe.take(step))
 
 
 @dataclass(frozen=True, kw_only=True)
