@@ -314,6 +314,24 @@ def test_weight_gradients_wait_in_a_split_backward(pool: Pool) -> None:
     assert pool.run(2, run_deferred) == [(True, True)] * 2
 
 
+def run_settle_unbuffered(connect: Connect) -> list[float]:
+    """Slots that get a buffer when something comes, as ZeRO 2 has them."""
+    case = Case(dp=2, ep=2)
+    cut = build(case, connect(case.mesh), Deferred())
+    for name, weight in (("gate_up", cut.experts.gate_up), ("down", cut.experts.down)):
+
+        def coming(name: str = name, buffer: Tensor = torch.full_like(weight, 3.0)) -> None:
+            cut.experts.slots[name].put(buffer)
+
+        cut.experts.slots[name] = Slot(None, 1, lambda: None, Deferred(), coming)
+    cut.settle()
+    return [float(slot.grad.abs().sum()) for slot in cut.experts.slots.values()]
+
+
+def test_settling_without_shadows_is_a_contribution_of_nothing(pool: Pool) -> None:
+    assert pool.run(2, run_settle_unbuffered) == [[0.0, 0.0]] * 2
+
+
 def run_moving(connect: Connect, size: int) -> bool:
     group = connect(Mesh(dp=size, ep=size)).group("ep")
     whole = torch.arange(EXPERTS * 6.0).view(EXPERTS, 2, 3)

@@ -191,8 +191,12 @@ class ParallelMoE(nn.Module):
         if self.shadows is not None:
             self.shadows.settle(self.experts.slots)
             return
-        for slot in self.experts.slots.values():
-            slot.add_rows(*_nothing(slot.grad))
+        bank = self.experts.bank()
+        for name, weight in (("gate_up", bank.gate_up), ("down", bank.down)):
+            # Of the weight, since a slot may have no buffer before something comes.
+            if name in bank.slots:
+                nothing = torch.empty(0, dtype=torch.int64, device=weight.device)
+                bank.slots[name].add_rows(nothing, weight.new_empty(0, *weight.shape[1:]))
 
     def place(self, placement: Placement) -> None:
         """From now on experts are where ``placement`` says; `exchange_slots` brings the weights there."""
@@ -224,7 +228,3 @@ def _parts(x_MD: Tensor, counts: list[list[int]]) -> list[Tensor]:
 
 def _joined(parts: list[Tensor]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-
-def _nothing(grad: Tensor) -> tuple[Tensor, Tensor]:
-    return torch.empty(0, dtype=torch.int64, device=grad.device), grad.new_empty(0, *grad.shape[1:])
