@@ -320,8 +320,8 @@ def run_settle_unbuffered(connect: Connect) -> list[float]:
     cut = build(case, connect(case.mesh), Deferred())
     for name, weight in (("gate_up", cut.experts.gate_up), ("down", cut.experts.down)):
 
-        def coming(name: str = name, buffer: Tensor = torch.full_like(weight, 3.0)) -> None:
-            cut.experts.slots[name].put(buffer)
+        def coming(name: str = name, weight: Tensor = weight) -> None:
+            cut.experts.slots[name].put(torch.full_like(weight, 3.0))
 
         cut.experts.slots[name] = Slot(None, 1, lambda: None, Deferred(), coming)
     cut.settle()
