@@ -94,14 +94,16 @@ def _parameters() -> str:
     def sections(rule: rules.Rule) -> str:
         if rule.sections is None:
             return ""
-        count = len(rule.sections(PRESETS["bench"], 2))
+        count = len(rule.sections(PRESETS["deepseek-v3"], 2))
         return {3: "q, k, v", 2: "gate, up"}[count]
 
     rows: list[tuple[object, ...]] = [
         (
             f"`{rule.pattern}`",
             rule.form.value,
-            "every rank has all of it" if rule.dim is None else f"cut on dim {rule.dim}",
+            "every rank has all of it"
+            if rule.dim is None
+            else f"cut on dim {rule.dim}" + (" (on `etp`; dim 0 on `ep`)" if rule.expert else ""),
             sections(rule),
             rule.partial.value if rule.dim is None else "",
         )

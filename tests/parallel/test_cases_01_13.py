@@ -54,14 +54,15 @@ def test_p02_microbatch_sizes_under_pp(pool: Pool, micro: int) -> None:
     check_equal(pool, f"pp=2 micro={micro}", 2, MODELS["gpt2"])
 
 
-def test_p03_context_parallel_is_refused_by_name() -> None:
-    told = refused("cp=2 dp=4", MODELS["llama"], 8)
-    assert "cp=2 is not available" in told
-    assert "cp=1" in told
+@pytest.mark.parametrize("text", ["dp=8", "dp=2 cp=4", "dp=2 cp=4 context=gather"])
+def test_p03_context_parallel_ranks_are_no_data_ranks(pool: Pool, text: str) -> None:
+    check_equal(pool, f"{text} micro=1", 8, MODELS["llama"])
 
 
-@pytest.mark.parametrize("zero", [0, 1])
-@pytest.mark.parametrize(("pp", "world_size"), [(2, 2), (2, 4), (4, 4), (4, 8)])
+@pytest.mark.parametrize(
+    ("pp", "world_size", "zero"),
+    [(2, 2, 0), (2, 4, 1), (2, 4, 2), (2, 4, 3), (4, 4, 0), (4, 4, 1), (4, 8, 1), (4, 8, 2), (4, 8, 3)],
+)
 def test_p04_tied_embedding_under_pp_and_zero(pool: Pool, pp: int, world_size: int, zero: int) -> None:
     """`assemble` asserts that the copies of the embedding are bitwise equal after the 20 steps."""
     check_equal(pool, f"pp={pp} zero={zero} micro=2", world_size, MODELS["llama-tied"], Run(steps=20))

@@ -186,7 +186,7 @@ def render(setup: Setup, *, as_json: bool = False) -> str:
         _stage_table(rows),
         Rule("what each rank holds", align="left"),
         _holding_table(mesh, rows, held),
-        f"Training state in precision {plan.precision} with ZeRO {plan.zero}; activations and passing buckets come on top.",
+        f"Training state in precision {plan.precision} with ZeRO {plan.zero}; activations, passing buckets on top.",
         Rule(
             f"schedule: {schedule.name}, {_count(schedule.stages, 'stage')}, {_count(microbatches, 'microbatch')}",
             align="left",
