@@ -22,7 +22,10 @@ def resident(what: str = "VmRSS") -> int:
 
 
 def storage_bytes() -> int:
-    """Bytes of the storages of all plain tensors that Python holds, and of their gradients, each storage once."""
+    """Bytes of the storages of all plain tensors that Python holds, and of their gradients, each storage once.
+
+    Memory that is shared with other processes (the rings of a transport) is not counted.
+    """
     gc.collect()
     found: dict[int, int] = {}
     for thing in gc.get_objects():
@@ -32,4 +35,12 @@ def storage_bytes() -> int:
                 if type(tensor) in (torch.Tensor, torch.nn.Parameter):
                     storage = tensor.untyped_storage()
                     found[storage.data_ptr()] = storage.nbytes()
-    return sum(found.values())
+    shared = _shared_mappings()
+    return sum(size for at, size in found.items() if not any(begin <= at < end for begin, end in shared))
+
+
+def _shared_mappings() -> list[tuple[int, int]]:
+    """(begin, end) of this process' shared mappings (proc(5), maps)."""
+    lines = [line.split() for line in Path("/proc/self/maps").read_text().splitlines()]
+    spans = [words[0].split("-") for words in lines if words[1].endswith("s")]
+    return [(int(begin, 16), int(end, 16)) for begin, end in spans]
