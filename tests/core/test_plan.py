@@ -216,6 +216,7 @@ def test_plans_that_work(text: str, shape: ModelShape, options: dict[str, int]) 
         ("pp=2 schedule=auto virtual=2 live=1", SHAPE, {"world": 2}, ["live=1", "live=2"]),
         ("pp=2 schedule=2bw zero=2", SHAPE, {"world": 2}, ["2bw", "zero=1"]),
         ("pp=2 schedule=2bw precision=fp16", SHAPE, {"world": 2}, ["2bw", "precision=bf16"]),
+        ("pp=2 schedule=2bw expert_tp=1", EXPERTS, {"world": 2}, ["2bw", "routers", "schedule=1f1b"]),
         ("pp=4 schedule=2bw", SHAPE, {"world": 4, "batch": 3}, ["3 microbatches", "global_batch=4"]),
         ("", with_sizes(max_positions=32), {}, ["seq=64", "32 learned positions", "seq=32"]),
         ("cp=2 context=disc", SHAPE, {"world": 2}, ["context=disc", "context=ring"]),

@@ -72,6 +72,10 @@ def two_versions(facts: Facts) -> str | None:
         return f"{name}, which zero={plan.zero} does not do; " + working("zero=1", "schedule=1f1b")
     if plan.precision == "fp16":
         return f"{name}, and fp16's loss scale would be of another step; " + working("precision=bf16", "schedule=1f1b")
+    if facts.shape.num_experts:
+        return "schedule=2bw: forwards of the next step would count in the routers' loads of this one; " + working(
+            "schedule=1f1b", "schedule=zb-h1"
+        )
     count = facts.global_batch // (plan.micro * facts.dp)
     if count < plan.pp:
         works = nearest(

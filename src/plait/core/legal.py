@@ -65,7 +65,7 @@ RULES = (
     Rule(axis="live", says="only with schedule=auto, and no less than virtual", test=choices.live),
     Rule(
         axis="schedule",
-        says="2bw keeps two weight versions: zero 0 or 1, no fp16, at least pp microbatches",
+        says="2bw keeps two weight versions: zero 0 or 1, no fp16, no experts, at least pp microbatches",
         test=choices.two_versions,
     ),
     Rule(axis="micro", says="the global batch is a multiple of micro x dp", test=fitting.batch),

@@ -106,6 +106,7 @@ class Parallel:
 
     def calibrate(self, batches: Sequence[Batch]) -> None:
         """Measure what ``schedule=auto`` is searched for on some of this rank's microbatches; collective."""
+        self.prepare()
         homes = placement(self.plan)
         self.calibration = measure(self.stages, self.executor, self.zero, self.world, homes, batches)
         self._schedules.clear()

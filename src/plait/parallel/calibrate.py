@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
@@ -14,7 +13,7 @@ from torch import Tensor
 
 from plait.comm.world import World
 from plait.models.batch import Batch
-from plait.models.router import Router
+from plait.models.router import unrecorded
 from plait.parallel.pipeline import Executor, Stage
 from plait.parallel.zero import Zero
 from plait.schedule.ir import COMPUTE_KINDS, Schedule
@@ -60,7 +59,7 @@ def measure(
             key = int(name.partition(kind)[0]), COMPUTE_KINDS.index(kind)
             spans.setdefault(key, []).append(end - start)
 
-    with _unrecorded(stages):
+    with unrecorded(*(stage.module for stage in stages)):
         for run in range(_RUNS):
             counts[0] = run
             executor.run(schedule, batches.__getitem__, count=1, sink=sink)
@@ -82,18 +81,6 @@ def measure(
 def _schedule(ranks: int, homes: tuple[int, ...], microbatches: int) -> Schedule:
     plain = homes == looped(ranks)
     return lower(zb_h1(ranks, microbatches) if plain else zb_v(ranks, microbatches))
-
-
-@contextmanager
-def _unrecorded(stages: Sequence[Stage]) -> Iterator[None]:
-    routers = [module for stage in stages for module in stage.module.modules() if isinstance(module, Router)]
-    for router in routers:
-        router.recording = False
-    try:
-        yield
-    finally:
-        for router in routers:
-            router.recording = True
 
 
 def _pings(stages: Sequence[Stage], world: World, homes: tuple[int, ...], batch: Batch) -> Tensor:

@@ -5,8 +5,7 @@ Chen et al. 2016, arXiv:1604.06174; selective: Korthikanti et al. 2022, arXiv:22
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import final
 
 from torch import Tensor, nn
@@ -15,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from plait.models.attention import Attend, Rope
 from plait.models.batch import Batch
 from plait.models.decoder import Block
-from plait.models.router import Router
+from plait.models.router import unrecorded
 
 
 @final
@@ -33,28 +32,14 @@ class RecomputedBlock(nn.Module):
         block = self._block[0]
 
         def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-            """Around the first computation, and around the second."""
-            return nullcontext(), _unrecorded(block)
+            """Around the first computation, and around the second, which counts nothing again (case P17)."""
+            return nullcontext(), unrecorded(block)
 
         # Nothing random is replayed: dropout is a function of the batch.
         out: Tensor = checkpoint(
             block, h_ND, rope, batch, use_reentrant=False, preserve_rng_state=False, context_fn=contexts
         )
         return out
-
-
-@contextmanager
-def _unrecorded(block: nn.Module) -> Iterator[None]:
-    """Routers do not count again what they have counted (case P17)."""
-    routers = [module for module in block.modules() if isinstance(module, Router)]
-    for router in routers:
-        router.recording = False
-    try:
-        yield
-    finally:
-        # Also where the computation is broken off, as soon as it has made what backward needs.
-        for router in routers:
-            router.recording = True
 
 
 @final

@@ -16,8 +16,9 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from plait.core.compression import Compression
 from plait.core.config import Config, check_paths
-from plait.core.errors import ConfigError
+from plait.core.errors import ConfigError, PlanError
 from plait.core.fields import nearest_names
 from plait.core.legal import check
 from plait.core.plan import Plan
@@ -79,6 +80,11 @@ def prepare(config: Config, *, world_size: int | None = None) -> Setup:
     size = world_size if world_size is not None else _world_size(config)
     seq = config.data.seq
     check(config.plan, model_shape(model), world_size=size, global_batch=config.train.global_batch, seq=seq)
+    if config.moe.placement == "load" and config.plan.ep > 1 and Compression.parse(config.plan.compress).feedback:
+        raise PlanError(
+            f"[moe] placement=load with compress={config.plan.compress}: what it keeps back does not move with the "
+            "experts; what works: placement=static, or compress=half"
+        )
     _check_vocabulary(config, model)
     _check_frozen(config, model)
     setup = Setup(config=config, model=model, plan=config.plan.resolve(size), world_size=size)
