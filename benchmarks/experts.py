@@ -132,11 +132,11 @@ def products(repeats: int) -> list[Row]:
 class Trainer:
     """A cut model with its optimizer, and one batch of its own."""
 
-    def __init__(self, config: ModelConfig, plan: str, world: World) -> None:
+    def __init__(self, config: ModelConfig, plan: str, world: World, *, movable: bool = False) -> None:
         with torch.device("meta"):
             model = Decoder(config)
         self.plan = Plan.parse(plan).resolve(world.mesh.world_size)
-        self.parallel = parallelize(model, self.plan, world, weights=InitSource(config, 0))
+        self.parallel = parallelize(model, self.plan, world, weights=InitSource(config, 0), movable_experts=movable)
         decay, rest = self.parallel.zero.optimizer_groups()
         self.optimizer = torch.optim.AdamW([{"params": decay}, {"params": rest}], lr=1e-4, fused=True)
         generator = torch.Generator().manual_seed(world.at["dp"])
@@ -207,7 +207,10 @@ def _skew(parallel: Parallel) -> None:
 
 def placements(world: World, layers: int, repeats: int) -> list[Row]:
     plan = f"ep=2 micro={BATCH // world.mesh.dp}"
-    trainers = {name: Trainer(biased(layers, 0.0), plan, world) for name in ("static", "moved", "moved, 1 shadow")}
+    trainers = {
+        name: Trainer(biased(layers, 0.0), plan, world, movable=name != "static")
+        for name in ("static", "moved", "moved, 1 shadow")
+    }
     for name, trainer in trainers.items():
         _skew(trainer.parallel)
         trainer.step()
