@@ -65,17 +65,12 @@ def run_moving(connect: Connect, text: str, ranks: int, config: ModelConfig) -> 
     return {"losses": losses, "norms": norms, "grads": grads, "weights": weights, "loads": loads}
 
 
-LOST = pytest.mark.xfail(
-    strict=True, reason="reduction.py: what comes after a stage's last backward is not reduced where state is shared"
-)
 CUTS = ("ep=2", "tp=2 ep=2 expert_tp=2", "pp=2 ep=2", "ep=2 recompute=full")
-SHARED = ("ep=2", "ep=2 recompute=full")
-"""Where an expert has two copies, whose gradients ZeRO 2 and 3 share."""
 
 
 @pytest.mark.parametrize(
     ("cut", "zero"),
-    [pytest.param(cut, zero, marks=[LOST] if zero >= 2 and cut in SHARED else []) for cut in CUTS for zero in range(4)],
+    [(cut, zero) for cut in CUTS for zero in range(4)],
 )
 def test_moved_and_shadowed_experts_train_as_in_one_process(pool: Pool, cut: str, zero: int) -> None:
     text = f"{cut} zero={zero} micro=1"

@@ -208,7 +208,8 @@ class PerAction(Reduction):
             bucket.grads.add_(part)
 
     def reduce(self, stage: int | None) -> None:
-        pass
+        # What came after the last backward: the gradients of experts' copies.
+        self._pass(-2)
 
     def finish(self) -> None:
         while self._under_way:
