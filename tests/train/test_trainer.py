@@ -147,6 +147,9 @@ def check_trace(trace: dict[str, Any]) -> None:
         (("plan.tp=2", "plan.pp=2", "plan.dp=2", "plan.zero=1"), 8),
         (("plan.pp=2", "plan.virtual=2", "plan.schedule=interleaved"), 2),
         (("plan.dp=2", "plan.micro=2", "plan.recompute=full"), 2),
+        (("plan.cp=2", "plan.dp=2", "plan.zero=3"), 4),
+        (("plan.pp=2", "plan.virtual=2", "plan.schedule=zb-v", "plan.cp=2", "plan.context=ulysses"), 4),
+        (("plan.pp=2", "plan.schedule=auto", "plan.dp=2", "plan.zero=2"), 4),
     ],
 )
 def test_every_cut_is_the_same_run(

@@ -131,10 +131,11 @@ class Parallel:
             zero.replace(name, spec, spec.pieces(sizes_of(spec, self.world.mesh), self.world.at))
         mixture.place(wanted)
 
-    def close_routers(self) -> dict[int, Tensor]:
+    def close_routers(self, *, moved: bool = True) -> dict[int, Tensor]:
         """After a step: by global layer, what its router saw in the global batch (see `Sums`), on every rank.
 
-        Routers then have the new loads and biases. Collective over all ranks; nothing without experts.
+        Routers then have the new loads and biases; not after a step that was skipped (``moved`` false). Collective over
+        all ranks; nothing without experts.
         """
         moe = self.config.moe
         layers = [layer for layer in range(self.config.num_layers) if self.config.moe_of(layer) is not None]
@@ -146,7 +147,10 @@ class Parallel:
                 sums[row] = self._routers[layer].stats.to(sums)
         found = dict(zip(layers, self.world.group(*ALL).all_reduce(sums).wait(), strict=True))
         for layer, router in self._routers.items():
-            end_step(router, found[layer])
+            if moved:
+                end_step(router, found[layer])
+            else:
+                router.stats.zero_()
         return found
 
     def loads(self, found: Mapping[int, Tensor]) -> dict[int, list[float]]:

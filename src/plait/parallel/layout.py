@@ -20,6 +20,7 @@ from plait.schedule.lower import lower
 from plait.schedule.placement import placement_of, v_shaped
 from plait.schedule.search import search
 from plait.schedule.simulate import Cost
+from plait.schedule.windows import Windows, check_windows, two_bw
 
 
 def model_shape(config: ModelConfig) -> ModelShape:
@@ -93,7 +94,7 @@ def build_schedule(
 
     ``costs`` of each stage, and seconds of ``transfers`` across each boundary, are what ``schedule=auto`` is searched
     for; None: forward, input and weight gradient cost the same. A schedule of two weight versions (2bw) is no list of
-    one step; shown as if it flushed.
+    one step (`build_windows`); here it flushes.
     """
     if evaluation:
         named = _evaluation(plan, microbatches)
@@ -114,6 +115,13 @@ def build_schedule(
     lowered = named if named.lowered else lower(named)
     check_schedule(lowered, forward_only=evaluation)
     return lowered
+
+
+def build_windows(plan: Plan, microbatches: int) -> Windows:
+    """The lists of a plan whose steps overlap (2bw), lowered and checked."""
+    windows = two_bw(plan.pp, microbatches)
+    check_windows(windows)
+    return windows
 
 
 def _evaluation(plan: Plan, microbatches: int) -> Schedule:

@@ -64,13 +64,6 @@ def loads(placement: Placement, load: Sequence[float]) -> tuple[float, ...]:
     )
 
 
-def travelling(placement: Placement, load: Sequence[float]) -> float:
-    """Expected load that leaves the rank where its tokens are."""
-    shadowed = set(placement.shadows)
-    stays = sum(share for expert, share in enumerate(load) if expert not in shadowed)
-    return stays * (placement.ranks - 1) / placement.ranks
-
-
 def spread(values: Sequence[float]) -> float:
     """Standard deviation over mean: 0 is even."""
     mean = sum(values) / len(values)

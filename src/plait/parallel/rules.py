@@ -133,11 +133,6 @@ def spec_of(name: str, shape: tuple[int, ...], config: ModelConfig, plan: Plan) 
     return ShardSpec(shape=shape, cuts=tuple(cuts), partial=frozenset(partial), expert=rule.expert)
 
 
-def data_axes(spec: ShardSpec) -> tuple[str, ...]:
-    """The axes on which copies of a tensor see other data: ZeRO shares its state over them."""
-    return EXPERT_DATA_AXES if spec.expert else DATA_AXES
-
-
 def sizes_of(spec: ShardSpec, mesh: Mesh) -> dict[str, int]:
     """The axes that a tensor's copies and shards lie on. Stages hold different tensors: ``pp`` is none of them."""
     sizes = mesh.expert_sizes if spec.expert else mesh.sizes

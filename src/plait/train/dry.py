@@ -23,10 +23,10 @@ from plait.core.events import Bubble, bubble
 from plait.core.mesh import Mesh
 from plait.core.plan import Plan
 from plait.models.config import ModelConfig, parameter_count, parameter_shapes
-from plait.parallel.layout import build_schedule, placement, stage_bounds, stage_layers, stage_parameters
+from plait.parallel.layout import build_schedule, build_windows, placement, stage_bounds, stage_layers, stage_parameters
 from plait.schedule.ir import Schedule
 from plait.schedule.simulate import Cost, simulate
-from plait.schedule.windows import Windows, two_bw
+from plait.schedule.windows import Windows
 from plait.train import dry_tables as tables
 from plait.train.dry_memory import Holding, holdings, place_of, state_ranks
 
@@ -101,7 +101,7 @@ def render(setup: Setup, *, as_json: bool = False) -> str:
     """The text of ``plait train --dry``, or with ``as_json`` one JSON object. Starts no worker, imports no torch."""
     model, plan = setup.model, setup.plan
     mesh = plan.mesh(setup.world_size)
-    windows = two_bw(plan.pp, setup.microbatches) if plan.schedule == "2bw" else None
+    windows = build_windows(plan, setup.microbatches) if plan.schedule == "2bw" else None
     schedule = build_schedule(plan, setup.microbatches) if windows is None else windows.steady
     dry = _Dry(
         setup=setup,

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from plait.parallel.apply import Parallel
-from plait.parallel.placement import Placement, loads, place, spread
+from plait.parallel.placement import Placement, loads, place
 
 EVERY = 10
 """Steps between two looks at the loads."""
@@ -63,8 +63,3 @@ def better(load: Sequence[float], now: Placement) -> Placement | None:
 def shadows_for(load: Sequence[float], ranks: int) -> int:
     """Most experts worth a copy on every rank: those that alone are more than a rank's even share of the load."""
     return sum(one > sum(load) / ranks for one in load)
-
-
-def rank_spread(load: Sequence[float], placement: Placement) -> float:
-    """Std over mean of the ranks' expected loads."""
-    return spread(loads(placement, load))

@@ -10,7 +10,6 @@ import dataclasses
 import json
 import os
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -27,6 +26,7 @@ from plait.models.config import PRESETS, ModelConfig, parameter_shapes
 from plait.models.families import from_hf
 from plait.parallel.layout import build_schedule, model_shape
 from plait.train.launch import placed
+from plait.train.tokens import token_path
 
 if TYPE_CHECKING:
     import torch
@@ -168,7 +168,7 @@ def open_samples(setup: Setup) -> Samples:
     from plait.train.data import Samples, TokenFile
 
     config, model = setup.config, setup.model
-    file = TokenFile.open(_token_path(config))
+    file = TokenFile.open(token_path(config))
     if file.vocab_size > model.vocab_size:
         raise ConfigError(
             f"{file.path} has a vocabulary of {file.vocab_size}, the model one of {model.vocab_size}: "
@@ -279,47 +279,3 @@ def _check_frozen(config: Config, model: ModelConfig) -> None:
             raise ConfigError(f"[train] freeze: {pattern!r} names no parameter; {nearest_names(pattern, names)}")
     if len(frozen_names(config, model)) == len(names):
         raise ConfigError("[train] freeze leaves nothing to train")
-
-
-def _token_path(config: Config) -> Path:
-    from plait.train.data import default_tokens, encode_text
-
-    data = config.data
-    if data.tokens is not None:
-        return data.tokens
-    cache = _cache_folder(config)
-    if data.text is None:
-        return default_tokens(cache)
-    path = cache / f"{data.text.stem}-{_fingerprint((data.text, data.tokenizer))}.bin"
-    if not path.exists():
-        encode_text([data.text], path, data.tokenizer)
-    return path
-
-
-def _cache_folder(config: Config) -> Path:
-    """Where tokens made from text are kept: the user's cache, or the run folder where there is none to write in."""
-    home = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-    cache = Path(home) / "plait"
-    try:
-        cache.mkdir(parents=True, exist_ok=True)
-        if os.access(cache, os.W_OK):
-            return cache
-    except OSError:
-        pass
-    if config.run.dir is None:
-        raise ConfigError(f"{cache} cannot be written: set XDG_CACHE_HOME, or run.dir, to a folder for the tokens")
-    return config.run.dir
-
-
-def _fingerprint(sources: Sequence[Path | str]) -> str:
-    """Changes when a source file changes: of its path, size and time of modification."""
-    import hashlib
-
-    facts = []
-    for source in sources:
-        if os.path.exists(source):
-            state = os.stat(source)
-            facts.append(f"{source} {state.st_size} {state.st_mtime_ns}")
-        else:
-            facts.append(str(source))
-    return hashlib.blake2b("\n".join(facts).encode(), digest_size=6).hexdigest()

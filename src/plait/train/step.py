@@ -14,8 +14,8 @@ from torch import Tensor
 from plait.core.config import Config
 from plait.models.batch import Batch
 from plait.parallel.apply import Parallel
+from plait.parallel.layout import build_windows
 from plait.parallel.precision import LossScale
-from plait.schedule.windows import two_bw
 from plait.train.data import Samples
 from plait.train.optimizer import learning_rate
 from plait.train.rebalance import Rebalance
@@ -52,7 +52,7 @@ class Steps:
         self._steps = steps
         self.optimizer = make_optimizer(setup.config, parallel)
         self.scale = LossScale() if setup.plan.precision == "fp16" else None
-        self._windows = two_bw(setup.plan.pp, setup.microbatches) if setup.plan.schedule == "2bw" else None
+        self._windows = build_windows(setup.plan, setup.microbatches) if setup.plan.schedule == "2bw" else None
         by_load = setup.config.moe.placement == "load" and setup.plan.ep > 1
         self.rebalance = Rebalance(parallel) if by_load else None
         self._loaded: dict[int, list[Batch]] = {}
@@ -78,7 +78,7 @@ class Steps:
         if not skipped:
             self._update(norm, lr)
         sink("update", "optimizer", "clip, AdamW, publish", begin, perf_counter())
-        routers = parallel.close_routers()
+        routers = parallel.close_routers(moved=not skipped)
         if self.rebalance is not None and routers:
             self.rebalance.after_step(step, routers, self.optimizer)
         return Taken(
