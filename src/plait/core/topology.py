@@ -1,0 +1,136 @@
+"""`Topology`: the devices of a cluster, their links by tier, and what was measured of them. Pure data.
+
+Units: bytes, seconds, FLOP/s, bytes/s a device and direction. A tier is a kind of domain: 8 devices on NVLink, 72 in a
+rack, all on the network. Devices are numbered so that those of a domain are neighbours.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from plait.core.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Device:
+    """One accelerator, or one process's share of a CPU."""
+
+    name: str
+    memory: float
+    """Bytes."""
+    peaks: Mapping[str, float]
+    """Precision (``fp32 bf16 fp16 fp8 fp4``) -> dense FLOP/s of the data sheet, or the best that was measured."""
+    bandwidth: float
+    """Bytes/s of its memory."""
+    kind: str = "gpu"
+    """``gpu``, ``tpu`` or ``cpu``."""
+    source: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tier:
+    """Links of one kind: ``size`` devices that reach each other over them, ``bandwidth`` each way a device."""
+
+    name: str
+    size: int
+    bandwidth: float
+    latency: float
+    """Seconds of one message of a few bytes."""
+    source: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GemmPoint:
+    """``seconds`` that a product [m, k] x [k, n] took in ``precision``; ``batch`` of them at once."""
+
+    m: int
+    n: int
+    k: int
+    precision: str
+    seconds: float
+    batch: int = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionPoint:
+    """Seconds of causal attention over ``batch`` sequences, forward and backward."""
+
+    batch: int
+    heads: int
+    kv_heads: int
+    seq: int
+    head_dim: int
+    precision: str
+    forward: float
+    backward: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class CommPoint:
+    """``seconds`` of one collective; ``size`` is the whole tensor's bytes (all-gather: gathered; p2p: the message)."""
+
+    op: str
+    """``all_reduce all_gather reduce_scatter all_to_all broadcast p2p``."""
+    tier: str
+    ranks: int
+    size: float
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """What `plait calibrate` found. Empty or None where nothing was measured."""
+
+    gemm: tuple[GemmPoint, ...] = ()
+    attention: tuple[AttentionPoint, ...] = ()
+    comm: tuple[CommPoint, ...] = ()
+    bandwidth: float | None = None
+    """Bytes/s of memory-bound operators (read plus written)."""
+    optimizer_bandwidth: float | None = None
+    """Bytes/s of the optimizer step (read plus written)."""
+    launch: float | None = None
+    """Seconds of the host for one operator."""
+    links: tuple[tuple[float, ...], ...] = ()
+    """Rank-to-rank bytes/s, 0 on the diagonal."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Topology:
+    """``devices`` alike, on ``tiers`` from the innermost out; the last tier holds all of them."""
+
+    name: str
+    device: Device
+    devices: int
+    tiers: tuple[Tier, ...]
+    measured: Measured = field(default_factory=Measured)
+    source: str = ""
+
+    def __post_init__(self) -> None:
+        if self.devices < 1:
+            raise ConfigError(f"cluster {self.name}: devices={self.devices}: at least 1")
+        if not self.tiers:
+            raise ConfigError(f"cluster {self.name}: no tier of links: give at least one")
+        sizes = [tier.size for tier in self.tiers]
+        if any(inner >= outer or outer % inner for inner, outer in itertools.pairwise(sizes)):
+            raise ConfigError(f"cluster {self.name}: tier sizes {sizes}: each must be a multiple of the one before")
+        for what, value in self._numbers():
+            if not (0 < value < math.inf):
+                raise ConfigError(f"cluster {self.name}: {what} = {value}: expected a finite number above 0")
+
+    def _numbers(self) -> Sequence[tuple[str, float]]:
+        rows = [("device.memory", self.device.memory), ("device.bandwidth", self.device.bandwidth)]
+        rows += [(f"device.peaks.{name}", peak) for name, peak in self.device.peaks.items()]
+        for tier in self.tiers:
+            rows += [(f"tier {tier.name} size", tier.size), (f"tier {tier.name} bandwidth", tier.bandwidth)]
+            rows.append((f"tier {tier.name} latency", tier.latency))
+        return rows
+
+    def tier_index(self, ranks: Sequence[int]) -> int:
+        """Index of the innermost tier with a domain that holds all ``ranks``; the last one where none does."""
+        for index, tier in enumerate(self.tiers):
+            if len({rank // tier.size for rank in ranks}) == 1:
+                return index
+        return len(self.tiers) - 1
