@@ -74,6 +74,8 @@ class Worker:
     device: str
     """auto, cpu or cuda; auto is CUDA where this host has a GPU for each of its ranks."""
     timeout: float
+    watch: Path | None = None
+    """Private folder in which the launcher of this rank looks for its signs of life; None: another launcher's rank."""
 
     def connect(self, mesh: Mesh) -> World:
         """Join the ranks of ``mesh``; PlanError when the launcher started another number of them."""

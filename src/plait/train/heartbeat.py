@@ -1,0 +1,96 @@
+"""`Heartbeat`: a rank's sign of life, and how whoever started the rank reads it.
+
+A rank that stands still cannot say so. Each rank therefore keeps a few bytes in a file that is mapped into memory, in
+its launcher's private folder: where it is, and since when. Writing them costs about a microsecond and no system call;
+the launcher reads them whatever state the rank is in. A rank that another launcher started (torchrun, srun) has no such
+folder: its beats go nowhere.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import final
+
+from plait.train.launch import Worker
+
+_BEAT = struct.Struct("<qqqdd?63s")
+"""Beats so far, pid, step, time on the host's monotonic clock in seconds, compute seconds, bounded, phase."""
+SIZE = 128
+"""Bytes of a rank's file."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Beat:
+    """What a rank last said of itself."""
+
+    count: int
+    pid: int
+    step: int
+    phase: str
+    time: float
+    """Of the host's monotonic clock (`time.monotonic`), the same in all its processes."""
+    compute: float
+    """Seconds that the rank itself computed in its last whole step; 0 before that."""
+    bounded: bool
+    """Whether the next beat has to come within ``run.timeout``."""
+
+
+@final
+class Heartbeat:
+    """Beats of one rank. The trainer makes one, and calls `beat` wherever it begins something else:
+
+    ``beat(step, "load", bounded=False)`` before a checkpoint is loaded (``step`` is the checkpoint's),
+    ``beat(step, "step")`` before each step, ``beat(step, "evaluate")``, ``beat(step, "save", bounded=False)``.
+    Between two beats the rank's operations with others count as signs of life too (`plait.comm.flight`), so a long step
+    is no hang.
+    """
+
+    def __init__(self, worker: Worker) -> None:
+        self._memory: mmap.mmap | bytearray = bytearray(SIZE)
+        if worker.watch is not None:
+            file = os.open(beat_file(worker.watch, worker.place.rank), os.O_RDWR | os.O_CREAT, 0o600)
+            os.ftruncate(file, SIZE)
+            self._memory = mmap.mmap(file, SIZE)
+            os.close(file)
+        self._count = 0
+        self._pid = os.getpid()
+        self._compute = 0.0
+        self.beat(0, "start", bounded=False)
+
+    def beat(self, step: int, phase: str, *, bounded: bool = True, compute: float | None = None) -> None:
+        """Say that ``phase`` (a word or two) of ``step`` begins now.
+
+        ``bounded``: it is a hang when nothing follows within ``run.timeout`` seconds; False for what may take as long
+        as it needs (files). ``compute``: seconds that this rank computed in the step before, waiting left out.
+        """
+        self._count += 1
+        if compute is not None:
+            self._compute = compute
+        name = phase.encode("utf-8")[:63]
+        now = time.monotonic()
+        _BEAT.pack_into(self._memory, 0, self._count, self._pid, step, now, self._compute, bounded, name)
+
+
+def beat_file(folder: Path, rank: int) -> Path:
+    """Where rank ``rank`` of the launcher with the private ``folder`` keeps its beats."""
+    return folder / f"beat-{rank}"
+
+
+def read_beat(folder: Path, rank: int) -> Beat | None:
+    """The last beat of a rank; None before its first."""
+    try:
+        content = beat_file(folder, rank).read_bytes()
+    except FileNotFoundError:
+        return None
+    if len(content) < _BEAT.size:
+        return None
+    count, pid, step, when, compute, bounded, name = _BEAT.unpack_from(content)
+    if count == 0:
+        return None
+    phase = name.rstrip(b"\0").decode("utf-8", errors="replace")
+    return Beat(count=count, pid=pid, step=step, phase=phase, time=when, compute=compute, bounded=bounded)

@@ -1,0 +1,146 @@
+"""What a rank of a supervised run uses: `Stop`, a signal that asks for an end; `Stragglers`, which of them is slow.
+
+The other side, which starts ranks and starts them again, is `plait.train.restart`.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections import deque
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import median
+from types import FrameType
+from typing import Any, final
+
+from plait.core.errors import PlaitError
+from plait.train.events_log import EventLog
+from plait.train.launch import Worker
+
+STOPPING = (signal.SIGTERM, signal.SIGUSR1)
+"""Signals that ask a run to save and end: a preemption notice, and what Slurm's ``--signal=USR1@60`` sends."""
+SLOW = 1.5
+"""A rank is a straggler when its own compute time is this many times that of its like."""
+WINDOW = 5
+"""Steps over which a rank's compute time is judged (their median): one slow step makes no straggler."""
+
+
+class StoppedError(PlaitError):
+    """A signal asked the run to end, and its state has been saved. Not a failure, yet not the end of training."""
+
+    exit_code = 6
+
+
+@final
+class Stop:
+    """Whether a signal has asked this run to end.
+
+    The trainer makes one before its first step and asks `requested` after each. Ranks may see the signal at unlike
+    times, so they agree first (the largest of all ranks' answers), then save, then raise `StoppedError`::
+
+        with Stop(worker) as stop:
+            ...
+                number = agreed_max(stop.requested())
+                if number:
+                    save(...)
+                    raise StoppedError(Stop.message(number, step + 1))
+    """
+
+    def __init__(self, worker: Worker) -> None:
+        self._file = stop_file(worker.watch) if worker.watch is not None else None
+        self._seen = 0
+        self._before: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> Stop:
+        if threading.current_thread() is threading.main_thread():
+            self._before = {number: signal.signal(number, self._handle) for number in STOPPING}
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self._seen:  # asked twice: whoever sends it does not want to wait
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+        self._seen = number
+
+    def requested(self) -> int:
+        """The number of the signal that came to this rank or to its launcher; 0 while none has."""
+        if not self._seen and self._file is not None and self._file.exists():
+            self._seen = int(self._file.read_text(encoding="ascii"))
+        return self._seen
+
+    @staticmethod
+    def message(number: int, step: int) -> str:
+        """What the run ends with."""
+        return f"stopped by {signal.Signals(number).name} after {step} steps; the state is saved, run.resume goes on"
+
+
+def stop_file(folder: Path) -> Path:
+    """Where a launcher with the private ``folder`` passes a signal on to its ranks."""
+    return folder / "stop"
+
+
+@final
+class Stragglers:
+    """Finds ranks whose own computing has become slow. One rank asks it, with the numbers of all.
+
+    Waiting is no part of a compute time: in a step that all ranks share, everybody is as slow as the slowest, and only
+    their own time tells who that is. ``peers`` are groups of ranks that have the same work (same pipeline stage); each
+    is held against the median of the others in its group. A rank without its like is held against its own first steps,
+    relative to what became of the others since. ``slow`` is the ratio from which on a rank is named.
+    """
+
+    def __init__(self, peers: Sequence[Sequence[int]], *, slow: float = SLOW, log: EventLog | None = None) -> None:
+        self._peers = {rank: [other for other in group if other != rank] for group in peers for rank in group}
+        self._slow = slow
+        self._log = log
+        self._recent: deque[Sequence[float]] = deque(maxlen=WINDOW)
+        self._first: list[float] | None = None
+        self._named: set[int] = set()
+
+    def observe(self, step: int, computes: Sequence[float]) -> str | None:
+        """Take ``computes``, the seconds that each rank computed in ``step``; a warning when a rank has turned slow.
+
+        It says so once: again only for a rank that was back to normal meanwhile. The event goes to the log.
+        """
+        self._recent.append(tuple(computes))
+        if len(self._recent) < WINDOW:
+            return None
+        now = [median(values) for values in zip(*self._recent, strict=True)]
+        if self._first is None:
+            self._first = now
+        ratios = self._ratios(now, self._first)
+        slow = {rank: ratio for rank, ratio in ratios.items() if ratio >= self._slow}
+        fresh = slow.keys() - self._named
+        self._named = set(slow)
+        if not fresh:
+            return None
+        worst = max(fresh, key=slow.__getitem__)
+        spent = f"{now[worst]:.3g} s of its own computing a step"
+        text = f"step {step}: rank {worst} is slow: {spent}, {slow[worst]:.1f} times what its like takes"
+        if self._log is not None:
+            fields = {"step": step, "rank": worst, "seconds": now[worst], "ratio": slow[worst], "computes": list(now)}
+            self._log.write("straggler", fields)
+        return text
+
+    def _ratios(self, now: Sequence[float], first: Sequence[float]) -> Mapping[int, float]:
+        """How many times the time of its like each rank takes."""
+        growth = [new / old if old > 0 else 1.0 for new, old in zip(now, first, strict=True)]
+        ratios = {}
+        for rank, others in self._peers.items():
+            mine, like = now[rank], [now[other] for other in others]
+            if not others and len(now) > 1:
+                mine, like = growth[rank], [value for other, value in enumerate(growth) if other != rank]
+            usual = median(like) if like else mine
+            ratios[rank] = mine / usual if usual > 0 else 1.0
+        return ratios
+
+
+def restarted(environment: Mapping[str, str] = os.environ) -> bool:
+    """Whether torchrun has started these ranks again after a failure: then a run goes on where its last commit is."""
+    return int(environment.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
