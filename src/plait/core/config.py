@@ -26,6 +26,7 @@ from plait.core.fields import (
 from plait.core.plan import Plan
 from plait.core.sections import (
     MODEL_FIELDS,
+    CheckpointSection,
     DataSection,
     ModelSection,
     MoESection,
@@ -46,6 +47,7 @@ class Config:
     moe: MoESection = MoESection()
     plan: Plan = Plan()
     run: RunSection = RunSection()
+    checkpoint: CheckpointSection = CheckpointSection()
 
     def __post_init__(self) -> None:
         if self.train.eval_every and not self.data.held_out:
@@ -68,6 +70,7 @@ SECTIONS: Mapping[str, type] = {
     "moe": MoESection,
     "plan": Plan,
     "run": RunSection,
+    "checkpoint": CheckpointSection,
 }
 
 KINDS: Mapping[str, Mapping[str, Any]] = {
@@ -132,6 +135,7 @@ def _config(
         moe=MoESection(**values["moe"]),
         plan=Plan(**values["plan"]),
         run=RunSection(**values["run"]),
+        checkpoint=CheckpointSection(**values["checkpoint"]),
     )
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from plait.core.errors import ConfigError
 from plait.core.fields import Interval, check_values, key, nearest_names
+from plait.core.plan import Plan
 
 NATURAL = Interval(0)
 POSITIVE = Interval(1)
@@ -173,6 +174,41 @@ class RunSection:
         within=Interval(0, open_low=True),
     )
     threads: int | None = key(None, "Threads a rank on CPU; unset: the cores shared evenly.", within=POSITIVE)
+    resume: bool = key(False, "Go on from the newest whole checkpoint of the run folder, where there is one.")
+    max_restarts: int = key(3, "Restarts after a failure that may come without a new checkpoint.", within=NATURAL)
+    grace: float = key(
+        30.0, "Seconds that a run has to save and end once SIGTERM or SIGUSR1 came.", within=Interval(0, open_low=True)
+    )
+    nan: str = key(
+        "stop",
+        "When loss or gradient norm is no finite number: stop; skip, leave the update out; or rollback, go back to the "
+        "last checkpoint and leave out the data since.",
+        choices=("stop", "skip", "rollback"),
+    )
+    max_skips: int = key(5, "Steps in a row that nan=skip leaves out, and rollbacks of one run.", within=POSITIVE)
+    fallback_plans: tuple[str, ...] = key(
+        (), 'Plans in one line, "pp=2 tp=1 micro=4", tried in order when ranks are gone; none: plait makes one.'
+    )
+    replicas: int = key(
+        0, "Steps between copies of each rank's state in another rank's memory; 0: none.", within=NATURAL
+    )
 
     def __post_init__(self) -> None:
         check_values(self, "run")
+        for text in self.fallback_plans:
+            Plan.parse(text)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointSection:
+    """When the whole state is saved, and which checkpoints stay."""
+
+    dir: Path | None = key(None, "Folder of the checkpoints; unset: checkpoints in the run folder.")
+    every: int = key(0, "Steps between two checkpoints; 0: one at the end alone.", within=NATURAL)
+    keep: int = key(2, "Newest checkpoints that stay.", within=POSITIVE)
+    keep_every: int = key(0, "Checkpoints of steps that this number divides stay as well; 0: none.", within=NATURAL)
+    asynchronous: bool = key(True, "Write while training goes on: a step waits for the copy alone.")
+    verify: bool = key(True, "Read a checkpoint's hashes before resuming from it.")
+
+    def __post_init__(self) -> None:
+        check_values(self, "checkpoint")
