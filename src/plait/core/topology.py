@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from plait.core.errors import ConfigError
 
@@ -22,7 +22,7 @@ class Device:
     memory: float
     """Bytes."""
     peaks: Mapping[str, float]
-    """Precision (``fp32 bf16 fp16 fp8 fp4``) -> dense FLOP/s of the data sheet, or the best that was measured."""
+    """Precision (``fp32 tf32 bf16 fp16 fp8 fp4``) -> dense FLOP/s of the data sheet, or the best that was measured."""
     bandwidth: float
     """Bytes/s of its memory."""
     kind: str = "gpu"
@@ -98,6 +98,15 @@ class Measured:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Share:
+    """What one of ``ranks`` processes of a CPU host gets while all of them work: they share cores, cache and memory."""
+
+    ranks: int
+    device: Device
+    measured: Measured
+
+
+@dataclass(frozen=True, kw_only=True)
 class Topology:
     """``devices`` alike, on ``tiers`` from the innermost out; the last tier holds all of them."""
 
@@ -106,6 +115,10 @@ class Topology:
     devices: int
     tiers: tuple[Tier, ...]
     measured: Measured = field(default_factory=Measured)
+    cores: int | None = None
+    """CPU hosts: ranks of a host that compute at full speed at once. None: each device computes for itself."""
+    shares: tuple[Share, ...] = ()
+    """CPU hosts: what was measured with other numbers of ranks; see `with_devices`."""
     source: str = ""
 
     def __post_init__(self) -> None:
@@ -127,6 +140,18 @@ class Topology:
             rows += [(f"tier {tier.name} size", tier.size), (f"tier {tier.name} bandwidth", tier.bandwidth)]
             rows.append((f"tier {tier.name} latency", tier.latency))
         return rows
+
+    def with_devices(self, devices: int) -> Topology:
+        """The same cluster with another number of devices.
+
+        On a host whose processes share its cores, a device is then the share of one of so many: the measured one with
+        the nearest number of ranks, at least as many where there is one.
+        """
+        if not self.shares:
+            return replace(self, devices=devices)
+        enough = [share for share in self.shares if share.ranks >= devices]
+        share = min(enough, key=lambda s: s.ranks) if enough else max(self.shares, key=lambda s: s.ranks)
+        return replace(self, devices=devices, device=share.device, measured=share.measured)
 
     def tier_index(self, ranks: Sequence[int]) -> int:
         """Index of the innermost tier with a domain that holds all ``ranks``; the last one where none does."""

@@ -1,0 +1,265 @@
+"""Clusters by name: data-sheet figures of devices and links, a cluster file, or the machine this runs on (``local``).
+
+Peaks are dense FLOP/s. Memory is what the driver reports (``nvidia-smi``), which is less than the printed size where
+the driver keeps some. Bandwidth of links is one direction of one device; between nodes it is the device's share of the
+network cards. Latency is NCCL's own constants for one small message (src/graph/tuning.cc, LL protocol: base 6.6 us,
+plus 0.6 us over NVLink or 2.7 us over the network), rounded up for what a host adds.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy
+
+from plait.core.cluster_file import load
+from plait.core.errors import ConfigError
+from plait.core.fields import nearest_names
+from plait.core.topology import Device, Tier, Topology
+
+NETWORK_DEVICES = 1 << 20
+"""Devices that the outermost tier of a preset can hold."""
+_MIB = 1024.0**2
+_GIB = 1024.0**3
+_ML = "stas00/ml-engineering@744d01e, compute/accelerator and network READMEs (vendor tables)"
+_TPU = "jax-ml/scaling-book, tpus.md"
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Preset:
+    """A device and the node it comes in: ``domain`` devices on fast links; ``intra`` and ``inter`` in bytes/s."""
+
+    device: Device
+    domain: int
+    intra: float
+    inter: float
+    fast: str = "nvlink"
+    slow: str = "network"
+    near: float = 7.5e-6
+    far: float = 10e-6
+
+
+def _gpu(
+    name: str,
+    memory: float,
+    bandwidth: float,
+    *,
+    bf16: float,
+    fp32: float,
+    fp8: float = 0.0,
+    fp4: float = 0.0,
+    tensor_fp32: bool = True,
+    source: str = _ML,
+    kind: str = "gpu",
+) -> Device:
+    """``memory`` in bytes, ``bandwidth`` in TB/s, rates in TFLOP/s; fp16 runs at the rate of bf16. 0: the device has no
+    such units. tf32, which torch uses for fp32 products only when told to, has half the rate of bf16 on NVIDIA's."""
+    tf32 = bf16 / 2 if tensor_fp32 else 0.0
+    rates = {"fp32": fp32, "tf32": tf32, "bf16": bf16, "fp16": bf16, "fp8": fp8, "fp4": fp4}
+    peaks = {precision: rate * 1e12 for precision, rate in rates.items() if rate}
+    return Device(name=name, memory=memory, peaks=peaks, bandwidth=bandwidth * 1e12, kind=kind, source=source)
+
+
+def _tpu(name: str, memory: float, bandwidth: float, bf16: float) -> Device:
+    # fp32 products are made of six bf16 ones.
+    return _gpu(name, memory * _GIB, bandwidth, bf16=bf16, fp32=bf16 / 6, tensor_fp32=False, source=_TPU, kind="tpu")
+
+
+def _nvidia(device: Device, intra: float, nic: float, domain: int = 8) -> _Preset:
+    """``intra`` in GB/s a direction, ``nic`` in Gbit/s a device."""
+    return _Preset(device=device, domain=domain, intra=intra * 1e9, inter=nic * 1e9 / 8)
+
+
+def _amd(device: Device, intra: float, nic: float) -> _Preset:
+    return _Preset(device=device, domain=8, intra=intra * 1e9, inter=nic * 1e9 / 8, fast="xgmi")
+
+
+def _torus(device: Device, link: float, links: int, domain: int) -> _Preset:
+    """``links`` of ``link`` GB/s each a direction; beyond the ``domain`` chips of a pod: the data centre's network."""
+    inter = 6.25e9  # scaling-book: 25 GB/s a host of 4 chips
+    return _Preset(
+        device=device, domain=domain, intra=link * links * 1e9, inter=inter, fast="ici", slow="dcn", near=1e-6
+    )
+
+
+_PRESETS = {
+    "a100-80g": _nvidia(_gpu("A100-80GB-SXM", 81920 * _MIB, 2.039, bf16=312, fp32=19.5), 300, 200),
+    "a100-40g": _nvidia(_gpu("A100-40GB-SXM", 40960 * _MIB, 1.555, bf16=312, fp32=19.5), 300, 200),
+    "a800": _nvidia(_gpu("A800-80GB", 81920 * _MIB, 2.039, bf16=312, fp32=19.5), 200, 200),
+    "h100": _nvidia(_gpu("H100-80GB-SXM", 81559 * _MIB, 3.35, bf16=989, fp32=67, fp8=1979), 450, 400),
+    # torchtitan's benchmarks: Meta Grand Teton, HBM2e at 500 W. The rate is that of the 80 GB part, its ceiling.
+    "h100-96g": _nvidia(
+        _gpu(
+            "H100-96GB-HBM2e-500W",
+            97871 * _MIB,
+            2.4,
+            bf16=989,
+            fp32=67,
+            fp8=1979,
+            source="pytorch/torchtitan benchmarks",
+        ),
+        450,
+        400,
+    ),
+    "h800": _nvidia(
+        _gpu(
+            "H800-80GB", 81559 * _MIB, 3.35, bf16=989, fp32=67, fp8=1979, source="DeepSeek-V3 (arXiv 2412.19437) 3.2.2"
+        ),
+        200,
+        400,
+    ),
+    "h200": _nvidia(_gpu("H200-141GB-SXM", 143771 * _MIB, 4.8, bf16=989, fp32=67, fp8=1979), 450, 400),
+    # Four superchips a node, each pair on 150 GB/s; a network port of 200 Gbit/s each (CSCS Alps, JUPITER).
+    "gh200": _nvidia(_gpu("GH200-96GB", 97871 * _MIB, 4.0, bf16=989, fp32=67, fp8=1979), 450, 200, domain=4),
+    "b200": _nvidia(_gpu("B200", 183359 * _MIB, 8.0, bf16=2250, fp32=75, fp8=4500, fp4=9000), 900, 400),
+    "gb200": _nvidia(_gpu("GB200", 189471 * _MIB, 8.0, bf16=2500, fp32=80, fp8=5000, fp4=10000), 900, 400, domain=72),
+    "b300": _nvidia(_gpu("B300", 275040 * _MIB, 8.0, bf16=2250, fp32=75, fp8=4500, fp4=12600), 900, 800),
+    "gb300": _nvidia(_gpu("GB300", 284208 * _MIB, 8.0, bf16=2500, fp32=80, fp8=5000, fp4=15000), 900, 800, domain=72),
+    "mi300x": _amd(_gpu("MI300X", 192 * _GIB, 5.3, bf16=1307, fp32=163.4, tensor_fp32=False, fp8=2610), 448, 400),
+    "mi325x": _amd(_gpu("MI325X", 256 * _GIB, 6.0, bf16=1300, fp32=163.4, tensor_fp32=False, fp8=2610), 448, 400),
+    "mi355x": _amd(
+        _gpu("MI355X", 288 * _GIB, 8.0, bf16=2500, fp32=157.3, tensor_fp32=False, fp8=5000, fp4=10000), 535.5, 400
+    ),
+    "tpu-v4": _torus(_tpu("TPU-v4", 32, 1.2, 275), 45, 6, 4096),
+    "tpu-v5e": _torus(_tpu("TPU-v5e", 16, 0.81, 197), 45, 4, 256),
+    "tpu-v5p": _torus(_tpu("TPU-v5p", 95, 2.8, 459), 90, 6, 8960),
+    "tpu-v6e": _torus(_tpu("TPU-v6e", 32, 1.6, 920), 90, 4, 256),
+}
+# Beside the presets: devices that published measurements name, without a usual cluster of their own.
+_OTHERS = {"A100-80GB-PCIe": _gpu("A100-80GB-PCIe", 81920 * _MIB, 1.935, bf16=312, fp32=19.5)}
+_ALIASES = {
+    "a100": "a100-80g",
+    "a100-sxm": "a100-80g",
+    "a800-80g": "a800",
+    "h100-80g": "h100",
+    "h100-sxm": "h100",
+    "h200-141g": "h200",
+    "h800-80g": "h800",
+    "gh200-96g": "gh200",
+    "b200-180g": "b200",
+    "b300-288g": "b300",
+}
+
+
+def names() -> tuple[str, ...]:
+    """The presets, ``local`` last."""
+    return (*_PRESETS, "local")
+
+
+def cluster(name_or_path: str | Path, devices: int) -> Topology:
+    """The cluster called so, with ``devices`` of its devices.
+
+    A preset, ``local`` (what `plait calibrate` wrote for this machine, else a quick estimate), or the path of a cluster
+    file. ConfigError names the nearest presets, or what is wrong in the file.
+    """
+    if devices < 1:
+        raise ConfigError(f"cluster {name_or_path}: devices={devices}: at least 1")
+    text = str(name_or_path)
+    name = _ALIASES.get(text.lower(), text.lower())
+    if name == "local":
+        return local(devices)
+    if name in _PRESETS:
+        return _from_preset(name, _PRESETS[name], devices)
+    path = Path(name_or_path)
+    if path.suffix == ".toml" or path.is_file() or os.sep in text:
+        return load(path).with_devices(devices)
+    raise ConfigError(f"cluster {text!r} is neither a preset nor a file; {nearest_names(name, names())}")
+
+
+def device(name: str) -> Device:
+    """The device of a preset, or one by the name that published measurements give it (``A100-80GB-SXM``)."""
+    found = {preset.device.name: preset.device for preset in _PRESETS.values()} | _OTHERS
+    by_word = {_plain(key): each for key, each in found.items()}
+    preset = _PRESETS.get(_ALIASES.get(name.lower(), name.lower()))
+    if preset is not None:
+        return preset.device
+    word = _plain(name)
+    if word in by_word:
+        return by_word[word]
+    raise ConfigError(f"device {name!r} is unknown; {nearest_names(name, [*_PRESETS, *found])}")
+
+
+def local(devices: int) -> Topology:
+    """This machine: its cluster file where `plait calibrate` has written one, else a quick estimate of its cores."""
+    path = local_path()
+    return load(path).with_devices(devices) if path.is_file() else _estimate(devices)
+
+
+def local_path() -> Path:
+    """Where `plait calibrate` puts what it found for this machine, by host name: a cache folder may be shared."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    host = re.sub(r"[^A-Za-z0-9._-]", "_", socket.gethostname()) or "localhost"
+    return cache / "plait" / f"cluster-{host}.toml"
+
+
+def _plain(name: str) -> str:
+    """``A100-80GB SXM`` and ``a100-80gb-sxm`` are one device."""
+    return re.sub(r"[^a-z0-9]", "", name.lower())
+
+
+def _from_preset(name: str, preset: _Preset, devices: int) -> Topology:
+    source = preset.device.source
+    near = Tier(name=preset.fast, size=preset.domain, bandwidth=preset.intra, latency=preset.near, source=source)
+    reach = -(-max(NETWORK_DEVICES, devices) // preset.domain) * preset.domain
+    far = Tier(name=preset.slow, size=reach, bandwidth=preset.inter, latency=preset.far, source=source)
+    return Topology(name=name, device=preset.device, devices=devices, tiers=(near, far), source=source)
+
+
+def _estimate(devices: int) -> Topology:
+    """A CPU that nobody calibrated: one product of numpy for the rate, a copy for the memory, gloo's usual cost of
+    100 us a message and 1 GB/s. Right within a factor of two; `plait calibrate` does better."""
+    size = 512
+    a = numpy.ones((size, size), dtype=numpy.float32)
+    product = min(_timed(lambda: a @ a) for _ in range(5))
+    source = numpy.ones(1 << 22, dtype=numpy.float32)
+    target = numpy.empty_like(source)
+    copied = min(_timed(lambda: numpy.copyto(target, source)) for _ in range(5))
+    rate, moved = 2.0 * size**3 / product / devices, 2.0 * source.nbytes / copied / devices
+    share = Device(
+        name="cpu",
+        memory=host_memory() / devices,
+        peaks={"fp32": rate, "bf16": rate / 2, "fp16": rate / 2},
+        bandwidth=moved,
+        kind="cpu",
+        source="estimated",
+    )
+    tier = Tier(name="host", size=max(2, devices), bandwidth=1e9, latency=1e-4, source="estimated")
+    note = "estimated; plait calibrate measures"
+    return Topology(name="local", device=share, devices=devices, tiers=(tier,), cores=cores(), source=note)
+
+
+def cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+
+
+def host_memory() -> float:
+    """Bytes of this machine's memory, or of what its control group allows this process."""
+    installed = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    limit = Path("/sys/fs/cgroup/memory.max")
+    text = limit.read_text(encoding="ascii").strip() if limit.is_file() else "max"
+    return min(installed, float(text)) if text.isdigit() else installed
+
+
+def _timed(work: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start
+
+
+def with_network(
+    topology: Topology, *, domain: int | None = None, intra: float | None = None, inter: float | None = None
+) -> Topology:
+    """``topology`` with another node size, or other bandwidths (bytes/s a device) inside and between nodes."""
+    near, far = topology.tiers[0], topology.tiers[-1]
+    size = domain or near.size
+    near = replace(near, size=size, bandwidth=intra or near.bandwidth)
+    far = replace(far, size=max(far.size // size, 2) * size, bandwidth=inter or far.bandwidth)
+    return replace(topology, tiers=(near, far))
