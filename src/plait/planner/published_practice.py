@@ -1,0 +1,230 @@
+"""How the framework behind a published row behaves: one function a family of frameworks, from its stated flags."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Final
+
+from plait.planner.job import Practice
+from plait.planner.published_rows import Row
+
+
+def practice_of(row: Row) -> Practice:
+    """The practice of the row's source; that of Megatron-Core for a source that is not known."""
+    return _OF.get(row.source, _megatron_core)(row)
+
+
+def _memory_kind(row: Row) -> str:
+    said = str(row.flags.get("memory_kind", ""))
+    if "reserved per" in said:
+        return "reserved"
+    return "device" if "total used device" in said or "tool not stated" in said else "allocated"
+
+
+def _megatron_2021(row: Row) -> Practice:
+    """Megatron-LM of 2021 and Megatron-DeepSpeed: unfused attention over all keys, nothing overlapped, fp16.
+
+    18 bytes a parameter: fp16 weight and gradient, and at the step fp32 gradient, master weight and two moments, less
+    the 2 that are freed (SC21's own runs keep fp32 gradients: 2 + 4 + 12).
+    """
+    return Practice(
+        framework="megatron",
+        attention="unfused",
+        causal=row.model["attention"] != "full",
+        overlap_grads=False,
+        overlap_pp=False,
+        weight_bytes=4 if row.precision == "fp32" else 2,
+        grad_bytes=4,
+        optimizer_bytes=8 if row.precision == "fp32" else 12,
+        fused=True,
+        memory_kind=_memory_kind(row),
+    )
+
+
+def _sc21(row: Row) -> Practice:
+    if row.layout["zero"] != 3:
+        return _megatron_2021(row)
+    # The paper's ZeRO-3 rows ran on DeepSpeed, which gathers ahead and keeps gradients of two bytes.
+    return Practice(
+        framework="deepspeed",
+        attention="unfused",
+        causal=False,
+        weight_bytes=2,
+        grad_bytes=2,
+        optimizer_bytes=12,
+        fused=True,
+    )
+
+
+def _megatron_core(row: Row) -> Practice:
+    """Megatron-Core with Transformer Engine, all overlap that its recipes turn on."""
+    flags = row.flags
+    graph = str(flags.get("cuda_graph_impl") or flags.get("cuda_graph") or "none")
+    scope = flags.get("cuda_graph_scope")
+    return Practice(
+        framework="megatron",
+        overlap_grads=bool(flags.get("overlap_grad_reduce", True)),
+        overlap_weights=bool(flags.get("overlap_param_gather", True)),
+        # User buffers: on in the recipes of dense models.
+        overlap_tp=row.layout["tp"] > 1 and not row.experts and row.source in ("megatron_bridge_perf", "nemo_h100"),
+        overlap_ep=bool(flags.get("ep_overlap", False)),
+        weight_bytes=2,
+        grad_bytes=2 if flags.get("grad_reduce_in_fp32") is False else 4,
+        optimizer_bytes=8 if flags.get("exp_avg_dtype") == "bf16" else 12,
+        fused=True,
+        graph="full" in graph or scope == "full_iteration" or (graph != "none" and scope is None),
+        fp8=_scales(row),
+        fp8_attention=bool(flags.get("fp8_dot_product_attention", False)),
+        mtp_layers=row.model["mtp_layers"] or 0,
+        balanced=row.experts and bool(flags.get("force_balanced_routing", True)),
+        memory_kind=_memory_kind(row),
+        recompute_parts=_parts(row),
+        offload=bool(flags.get("cpu_offloading_num_layers") or flags.get("activation_offload")),
+    )
+
+
+def _simumax(row: Row) -> Practice:
+    return Practice(
+        framework="megatron",
+        overlap_grads=False,
+        overlap_weights=False,
+        overlap_pp=False,
+        weight_bytes=2,
+        grad_bytes=4,
+        optimizer_bytes=12,
+        fused=True,
+        balanced=row.experts,
+        memory_kind=_memory_kind(row),
+    )
+
+
+def _zero_bubble(row: Row) -> Practice:
+    """The fork of Megatron-LM: flash attention is not stated; fp16 gradients; one device a data group."""
+    return Practice(
+        framework="megatron",
+        attention="flash",
+        overlap_grads=False,
+        overlap_pp=True,
+        weight_bytes=2,
+        grad_bytes=4,
+        optimizer_bytes=12,
+        fused=True,
+        synchronous_norm=row.flags.get("optimizer_sync") == "synchronous",
+        memory_kind=_memory_kind(row),
+    )
+
+
+def _sailor(row: Row) -> Practice:
+    return Practice(
+        framework="megatron-deepspeed",
+        attention="unfused",
+        causal=False,
+        overlap_grads=False,
+        overlap_pp=False,
+        weight_bytes=4,
+        grad_bytes=4,
+        optimizer_bytes=8,
+        fused=False,
+        memory_kind=_memory_kind(row),
+    )
+
+
+def _foundry(row: Row) -> Practice:
+    """Composer's FSDP: fp32 shards; PURE also reduces in bf16."""
+    return Practice(
+        framework="fsdp",
+        weight_bytes=4,
+        grad_bytes=2 if row.flags.get("fsdp_mixed_precision") == "PURE" else 4,
+        optimizer_bytes=8,
+        fp8="delayed" if row.precision == "fp8" else None,
+        memory_kind=_memory_kind(row),
+    )
+
+
+def _internevo(row: Row) -> Practice:
+    fsdp = bool(row.flags.get("fsdp", False))
+    return Practice(
+        framework="internevo",
+        overlap_grads=bool(row.flags.get("overlap_sync_grad", fsdp)),
+        weight_bytes=2,
+        grad_bytes=2,
+        optimizer_bytes=12,
+        fused=True,
+        memory_kind=_memory_kind(row),
+    )
+
+
+def _nanotron(row: Row) -> Practice:
+    return Practice(
+        framework="nanotron",
+        overlap_grads=True,
+        overlap_weights=False,
+        overlap_tp=bool(row.flags.get("tp_linear_async_communication", False)),
+        overlap_pp=False,
+        weight_bytes=2,
+        grad_bytes=4,
+        optimizer_bytes=12,
+        memory_kind=_memory_kind(row),
+    )
+
+
+def _torchtitan(row: Row) -> Practice:
+    return Practice(
+        framework="torchtitan",
+        overlap_tp=bool(row.flags.get("async_tp", False)),
+        weight_bytes=4,
+        grad_bytes=4,
+        optimizer_bytes=8,
+        fused=bool(row.flags.get("torch_compile", False)),
+        fp8="tensorwise" if row.precision == "fp8" else None,
+        memory_kind=_memory_kind(row),
+    )
+
+
+def _maxtext(row: Row) -> Practice:
+    policy = str(row.flags.get("remat_policy", ""))
+    return Practice(
+        framework="maxtext",
+        weight_bytes=4,
+        grad_bytes=4,
+        optimizer_bytes=8,
+        fused=True,
+        graph=True,
+        memory_kind=_memory_kind(row),
+        recompute_parts=("core_attn", "layernorm", "mlp_act") if policy.startswith(("minimal", "save_dot")) else (),
+        offload="offload" in policy,
+    )
+
+
+def _scales(row: Row) -> str | None:
+    """The recipe of fp8 scales that the row says, by plait's names."""
+    if row.precision in ("mxfp8", "nvfp4"):
+        return row.precision
+    if row.precision != "fp8":
+        return None
+    said = str(row.flags.get("fp8_recipe", ""))
+    for word, name in (("tensorwise", "tensorwise"), ("block", "blockwise"), ("delayed", "delayed")):
+        if word in said:
+            return name
+    return "tensorwise"
+
+
+def _parts(row: Row) -> tuple[str, ...]:
+    named = row.flags.get("recompute_modules")
+    if named:
+        return tuple(str(name) for name in named)
+    return ("core_attn",) if row.recompute == "selective" else ()
+
+
+_OF: Final[Mapping[str, Callable[[Row], Practice]]] = {
+    "sc21_megatron": _sc21,
+    "vtrain_a100": _megatron_2021,
+    "simumax_b200": _simumax,
+    "zero_bubble": _zero_bubble,
+    "sailor_gh200": _sailor,
+    "llm_foundry_mpt": _foundry,
+    "internevo": _internevo,
+    "nanotron_ultrascale": _nanotron,
+    "torchtitan": _torchtitan,
+    "maxtext_tpu": _maxtext,
+}
