@@ -17,7 +17,7 @@ from plait.comm import ring
 from plait.comm.group import Alone, Book, Group
 from plait.comm.ring import Ring
 from plait.comm.shared_memory import SharedMemoryGroup
-from plait.comm.torch_group import TorchGroup, TorchWire
+from plait.comm.torch_group import FakeWire, TorchGroup, TorchWire
 from plait.comm.wire import SharedMemoryWire
 from plait.core.errors import ConfigError, PlanError, RankError
 from plait.core.mesh import AXES, EXPERT_AXES, Mesh
@@ -30,7 +30,8 @@ SHARED_MEMORY_RANKS = 8
 class World:
     """The processes of a run, seen from one of them. Nothing in it is global: pass it.
 
-    ``transport`` is how CPU ranks of one host talk: ``auto`` (shared memory where it can, else gloo) or ``gloo``.
+    ``transport`` is how CPU ranks of one host talk: ``auto`` (shared memory where it can, else gloo) or ``gloo``; or
+    ``fake``: not at all (see `fake`).
     """
 
     def __init__(
@@ -46,9 +47,13 @@ class World:
         self._groups: dict[tuple[str, ...], Group] = {}
         self._named = 0
         self._descriptors: list[int] = []
+        self._fake = transport == "fake"
         self._shared = self._share_memory(transport)
-        if self._shared:
-            self._wire: SharedMemoryWire | TorchWire = SharedMemoryWire(self.book, self._connect)
+        self._wire: SharedMemoryWire | TorchWire | FakeWire
+        if self._fake:
+            self._wire = FakeWire()
+        elif self._shared:
+            self._wire = SharedMemoryWire(self.book, self._connect)
         else:
             self._wire = self._torch_wire()
 
@@ -56,6 +61,15 @@ class World:
     def alone(cls, device: torch.device | str = "cpu") -> World:
         """One process, no peers."""
         return cls(Mesh(), rank=0, device=torch.device(device), store=None, timeout=60.0, transport="auto")
+
+    @classmethod
+    def fake(cls, mesh: Mesh, *, rank: int, device: torch.device | str = "cpu") -> World:
+        """One rank of a world whose others are not there: collectives book their bytes and leave any values behind.
+
+        Of use with fake tensors. There may be one at a time in a process; `close` it.
+        """
+        dist.init_process_group("fake", rank=rank, world_size=mesh.world_size)
+        return cls(mesh, rank=rank, device=torch.device(device), store=None, timeout=60.0, transport="fake")
 
     @classmethod
     def connect(
@@ -120,7 +134,8 @@ class World:
         shared = self._shared and max(len(ranks) for ranks in groups) <= SHARED_MEMORY_RANKS
         made: dist.ProcessGroup | None = None
         if not shared:
-            for ranks in groups:
+            # Nobody else is there to take part in making the groups of others.
+            for ranks in groups if not self._fake else (mine,):
                 if len(ranks) > 1:
                     group = dist.new_group(list(ranks), timeout=timedelta(seconds=self.book.timeout))
                     made = group if self.rank in ranks else made
@@ -152,7 +167,7 @@ class World:
         return wire
 
     @property
-    def wire(self) -> SharedMemoryWire | TorchWire:
+    def wire(self) -> SharedMemoryWire | TorchWire | FakeWire:
         """Messages between any two ranks."""
         return self._wire
 

@@ -86,4 +86,9 @@ class Mesh:
 
     def groups(self, axes: Sequence[str]) -> list[tuple[int, ...]]:
         """All groups along ``axes``: they partition the ranks."""
-        return sorted({self.group(rank, axes) for rank in range(self.world_size)})
+        expert = any(axis in axes for axis in EXPERT_AXES[1:])
+        fold = EXPERT_AXES if expert else AXES
+        sizes = self.expert_sizes if expert else self.sizes
+        # One of each group stands for it: the rank at 0 on all of the axes. Worlds have many thousands of ranks.
+        firsts = itertools.product(*(range(1 if axis in axes else sizes[axis]) for axis in fold))
+        return sorted(self.group(self.rank(dict(zip(fold, at, strict=True))), axes) for at in firsts)

@@ -9,7 +9,7 @@ expert), and sorted by slot. Back they go the same way, summed over ``etp``.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import final
 
 import torch
@@ -17,6 +17,15 @@ from torch import Tensor
 
 from plait.comm.group import Group, Pending
 from plait.parallel.placement import Placement
+
+Table = list[list[list[list[int]]]]
+"""Assignments by (index on etp, source on ep, destination on ep, slot)."""
+
+
+def read_table(told: Tensor, assignments: int) -> Table:
+    """The numbers in ``told`` int64 [etp, ep, ep, W]; ``assignments``: what this rank has before any is left out."""
+    table: Table = told.tolist()
+    return table
 
 
 def slot_keys(placement: Placement, rank: int) -> list[int]:
@@ -36,10 +45,18 @@ class Route:
     """The way of one microbatch's assignments. Made once in forward; backward takes it again.
 
     Collective over ``ep`` and ``etp``: the ranks tell each other how many assignments they have for every slot, the
-    one thing that the host waits for.
+    one thing that the host waits for. ``read`` brings the numbers to the host.
     """
 
-    def __init__(self, keys_nK: Tensor, kept_nK: Tensor | None, width: int, ep: Group, etp: Group) -> None:
+    def __init__(
+        self,
+        keys_nK: Tensor,
+        kept_nK: Tensor | None,
+        width: int,
+        ep: Group,
+        etp: Group,
+        read: Callable[[Tensor, int], Table] = read_table,
+    ) -> None:
         slots = ep.size * width
         if kept_nK is not None:
             keys_nK = keys_nK.masked_fill(~kept_nK, slots)
@@ -50,7 +67,7 @@ class Route:
         order = flat.argsort(stable=True)
         told = etp.all_gather(telling.wait()).wait().view(etp.size, ep.size, ep.size, width)
         # The only wait for a device: every later size is known to the host.
-        table: list[list[list[list[int]]]] = told.tolist()
+        table = read(told, flat.numel())
         self.ep, self.etp = ep, etp
         self._counts = [[sum(to) for to in source] for source in table[etp.index]]
         self._back = [list(column) for column in zip(*self._counts, strict=True)]

@@ -19,7 +19,7 @@ from plait.comm.group import Group
 from plait.core.shard import split
 from plait.models.batch import Batch
 from plait.models.moe import MoE
-from plait.parallel.dispatch import Route, slot_keys
+from plait.parallel.dispatch import Route, read_table, slot_keys
 from plait.parallel.grouped import Bank, GroupedExperts, add_weight_gradients, backward, forward
 from plait.parallel.placement import Placement, identity
 from plait.parallel.shadows import Shadows
@@ -155,6 +155,8 @@ class ParallelMoE(nn.Module):
         self.shared = moe.shared
         self.tp, self.ep, self.etp = tp, ep, etp
         self.sequence = sequence
+        self.read = read_table
+        """How the numbers of a `Route` come to the host: of tensors without values they are made up."""
         self.place(identity(moe.config.num_experts, ep.size))
 
     def forward(self, h_ND: Tensor, batch: Batch) -> Tensor:
@@ -163,7 +165,7 @@ class ParallelMoE(nn.Module):
         choice = self.router(mine_nD, batch, self._rows(batch))
         keys_nK = self._keys_E[choice.experts_NK]
         width = self.placement.slots + len(self.placement.shadows)
-        route = Route(keys_nK, choice.kept_NK, width, self.ep, self.etp)
+        route = Route(keys_nK, choice.kept_NK, width, self.ep, self.etp, self.read)
         token = _Dispatch.apply(mine_nD, route)  # type: ignore[no-untyped-call]
         shared_ND = None if self.shared is None else self.shared(h_ND)
         bank = self.experts.bank()
