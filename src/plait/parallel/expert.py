@@ -10,6 +10,7 @@ N rows (n of them this rank's), K experts a row, D hidden, E experts, A assignme
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, final
 
 import torch
@@ -19,7 +20,7 @@ from plait.comm.group import Group
 from plait.core.shard import split
 from plait.models.batch import Batch
 from plait.models.moe import MoE
-from plait.parallel.dispatch import Route, read_table, slot_keys
+from plait.parallel.dispatch import Route, Table, read_table, slot_keys
 from plait.parallel.grouped import Bank, GroupedExperts, add_weight_gradients, backward, forward
 from plait.parallel.placement import Placement, identity
 from plait.parallel.shadows import Shadows
@@ -155,7 +156,7 @@ class ParallelMoE(nn.Module):
         self.shared = moe.shared
         self.tp, self.ep, self.etp = tp, ep, etp
         self.sequence = sequence
-        self.read = read_table
+        self.read: Callable[[Tensor, int], Table] = read_table
         """How the numbers of a `Route` come to the host: of tensors without values they are made up."""
         self.place(identity(moe.config.num_experts, ep.size))
 
