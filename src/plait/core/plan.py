@@ -232,20 +232,41 @@ def cut_stages(costs: Sequence[float], stages: int, first: float = 0.0, last: fl
     def cost(stage: int, start: int, stop: int) -> int:
         return sums[stop] - sums[start] + (head if stage == 0 else 0) + (tail if stage == stages - 1 else 0)
 
-    def solve(join: Callable[[int, float], float]) -> tuple[float, tuple[int, ...]]:
-        """Least joined cost and its counts, for the layers from every ``start`` on, from the last stage backwards."""
-        best: dict[int, tuple[float, tuple[int, ...]]]
-        best = {start: (join(cost(stages - 1, start, count), 0), (count - start,)) for start in range(count)}
-        for stage in reversed(range(stages - 1)):
-            left = stages - 1 - stage
-            best = {
-                start: min(
-                    (join(cost(stage, start, stop), best[stop][0]), (stop - start, *best[stop][1]))
-                    for stop in range(start + 1, count - left + 1)
-                )
-                for start in range(stage, count - left)
-            }
-        return best[0]
+    def fits(limit: int) -> bool:
+        """Whether stages filled up to ``limit`` from the first one on leave the last one no more than it."""
+        start = 0
+        for stage in range(stages - 1):
+            stop = start
+            while stop < count - (stages - 1 - stage) and cost(stage, start, stop + 1) <= limit:
+                stop += 1
+            if stop == start:
+                return False
+            start = stop
+        return cost(stages - 1, start, count) <= limit
 
-    limit, _ = solve(max)
-    return solve(lambda here, rest: math.inf if here > limit else here * here + rest)[1]
+    # Phase 1: the least maximum, by halving.
+    low, limit = 0, head + sums[-1] + tail
+    while low < limit:
+        middle = (low + limit) // 2
+        low, limit = (low, middle) if fits(middle) else (middle + 1, limit)
+
+    # Phase 2: within it, the least sum of squares for the layers from every start on, from the last stage backwards.
+    rest: list[float] = [cost(stages - 1, start, count) for start in range(count)] + [math.inf]
+    rest = [math.inf if here > limit else here * here for here in rest]
+    stops: list[dict[int, int]] = []
+    for stage in reversed(range(stages - 1)):
+        squares: list[float] = [math.inf] * (count + 1)
+        found: dict[int, int] = {}
+        for start in range(stage, count - (stages - 1 - stage)):
+            for stop in range(start + 1, count - (stages - 1 - stage) + 1):
+                here = cost(stage, start, stop)
+                if here > limit:
+                    break
+                if here * here + rest[stop] < squares[start]:  # the first of equals: fewer layers
+                    squares[start], found[start] = here * here + rest[stop], stop
+        rest = squares
+        stops.append(found)
+    bounds = [0]
+    for found in reversed(stops):
+        bounds.append(found[bounds[-1]])
+    return tuple(stop - start for start, stop in itertools.pairwise([*bounds, count]))
