@@ -13,8 +13,8 @@ import pytest
 
 from plait.core.config import dump, load, loads
 from plait.models.config import parameter_shapes
+from plait.planner.state import holdings, place_of
 from plait.train import dry
-from plait.train.dry_memory import holdings, place_of
 from plait.train.run import build, prepare
 from tests.pool import Connect, Pool
 

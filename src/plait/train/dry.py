@@ -1,7 +1,7 @@
 """What ``plait train --dry`` prints: mesh, what each rank holds, stage cut and schedule. Starts nothing; no torch.
 
 Everything is read from what the run itself builds from: `plait.parallel.rules` for shards, `plait.parallel.layout` for
-stages and schedule. Bytes are `plait.train.dry_memory`'s, tables `plait.train.dry_tables`'.
+stages and schedule. Bytes are `plait.planner.state`'s, tables `plait.train.dry_tables`'.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from plait.core.mesh import Mesh
 from plait.core.plan import Plan
 from plait.models.config import ModelConfig, parameter_count, parameter_shapes
 from plait.parallel.layout import build_schedule, build_windows, placement, stage_bounds, stage_layers, stage_parameters
+from plait.planner.state import Holding, holdings, place_of, state_ranks
 from plait.schedule.ir import Schedule
 from plait.schedule.simulate import Cost, simulate
 from plait.schedule.windows import Windows
 from plait.train import dry_tables as tables
-from plait.train.dry_memory import Holding, holdings, place_of, state_ranks
 
 if TYPE_CHECKING:
     from plait.train.run import Setup

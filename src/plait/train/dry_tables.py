@@ -15,10 +15,10 @@ from plait.core.mesh import Mesh
 from plait.core.plan import Plan
 from plait.core.shard import split
 from plait.models.config import ModelConfig, parameter_count
+from plait.planner.state import Holding, place_of, state_ranks
 from plait.schedule.grid import IDLE, ONGOING, grid
 from plait.schedule.ir import Kind, Schedule
 from plait.schedule.windows import Windows, shifted
-from plait.train.dry_memory import Holding, place_of, state_ranks
 
 if TYPE_CHECKING:
     from plait.train.dry import StageRow
