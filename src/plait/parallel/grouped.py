@@ -21,6 +21,9 @@ from plait.parallel import product
 from plait.parallel.grads import Slot
 from plait.parallel.linear import Fused
 
+_ROUND = 8
+"""Rows are multiplied in multiples of this number: oneDNN makes a kernel for each number of rows that it meets, which
+takes a tenth of the product, and experts' numbers are new in every step."""
 _KERNEL_BYTES = 16
 """What the kernel wants every row to be a multiple of."""
 
@@ -110,7 +113,13 @@ def _by_slices(
     multiply: Callable[[Tensor, Tensor], Tensor], x: Tensor, weights: Tensor, width: int, counts: Sequence[int]
 ) -> Tensor:
     out = x.new_empty(x.shape[0], width)
-    for part, weight, into in zip(torch.split(x, list(counts)), weights, torch.split(out, list(counts)), strict=True):
-        if part.shape[0]:
-            into.copy_(multiply(part, weight))
+    begin = 0
+    for count, weight in zip(counts, weights, strict=True):
+        if count:
+            # Rows of a neighbour, whose products are let go, make the number a round one.
+            round_count = min(-(-count // _ROUND) * _ROUND, x.shape[0])
+            first = min(begin, x.shape[0] - round_count)
+            products = multiply(x[first : first + round_count], weight)
+            out[begin : begin + count].copy_(products[begin - first : begin - first + count])
+        begin += count
     return out
