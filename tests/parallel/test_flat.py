@@ -34,7 +34,7 @@ def held(name: str, spec: ShardSpec, at: dict[str, int], sizes: dict[str, int], 
 
 
 ALONE = Alone("dp+cp", Book(), torch.device("cpu"))
-FOLD = Fold(shards=1, index=0, first=True, reducer=Exact(ALONE), across=None, gather=ALONE)
+FOLD = Fold(shards=1, index=0, first=True, replicas=(0,), reducer=Exact(ALONE), across=None, gather=ALONE)
 
 
 @given(st.integers(0, 20), st.integers(0, 20), st.integers(0, 20), st.integers(0, 20))

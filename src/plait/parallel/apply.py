@@ -55,9 +55,10 @@ class Parallel:
         self.calibration: Calibration | None = None
         """What ``schedule=auto`` is searched for, the same on all ranks; None: a guess."""
         self._schedules: dict[tuple[int, bool], Schedule] = {}
-        self._routers: dict[int, Router] = {}
+        self.routers: dict[int, Router] = {}
+        """By global layer, those of this rank."""
         for stage in self.stages:
-            self._routers.update(routers(stage.module))
+            self.routers.update(routers(stage.module))
 
     def schedule(self, microbatches: int, *, evaluation: bool = False) -> Schedule:
         """The lowered schedule for a step of ``microbatches``."""
@@ -81,7 +82,7 @@ class Parallel:
         """
         self._check(batches)
         real = torch.tensor(sum(_real(batch) for batch in batches), dtype=torch.float64, device=self.world.device)
-        total = int(self.world.group("dp").all_reduce(real.view(1)).wait()) if self._routers else None
+        total = int(self.world.group("dp").all_reduce(real.view(1)).wait()) if self.routers else None
         mine = [self.local(batch, total=total) for batch in batches]
         self.prepare()
         loss = self.executor.run(self.schedule(len(mine)), mine.__getitem__, count=count, sink=self.world.book.sink)
@@ -125,11 +126,17 @@ class Parallel:
             for shard in (flat.detach(), *moments):
                 moved = exchange_slots(mixture.ep, zero.local(name, shard), before, wanted)
                 zero.set_local(name, shard, moved)
-            spec = zero.spec(name)
+        self.lay_experts(layer, wanted)
+
+    def lay_experts(self, layer: int, wanted: Placement) -> None:
+        """``layer``'s experts are where ``wanted`` says: moved there, or about to be read."""
+        for part in ("gate_up", "down"):
+            name = f"layers.{layer}.mlp.experts.{part}"
+            spec = self.zero.spec(name)
             cuts = tuple(dataclasses.replace(cut, order=wanted.order) if cut.axis == "ep" else cut for cut in spec.cuts)
             spec = dataclasses.replace(spec, cuts=cuts)
-            zero.replace(name, spec, spec.pieces(sizes_of(spec, self.world.mesh), self.world.at))
-        mixture.place(wanted)
+            self.zero.replace(name, spec, spec.pieces(sizes_of(spec, self.world.mesh), self.world.at))
+        self.mixtures[layer].place(wanted)
 
     def close_routers(self, *, moved: bool = True) -> dict[int, Tensor]:
         """After a step: by global layer, what its router saw in the global batch (see `Sums`), on every rank.
@@ -143,10 +150,10 @@ class Parallel:
             return {}
         sums = torch.zeros(len(layers), 3 * moe.num_experts + 3, dtype=torch.float64, device=self.world.device)
         for row, layer in enumerate(layers):
-            if layer in self._routers:
-                sums[row] = self._routers[layer].stats.to(sums)
+            if layer in self.routers:
+                sums[row] = self.routers[layer].stats.to(sums)
         found = dict(zip(layers, self.world.group(*ALL).all_reduce(sums).wait(), strict=True))
-        for layer, router in self._routers.items():
+        for layer, router in self.routers.items():
             if moved:
                 end_step(router, found[layer])
             else:

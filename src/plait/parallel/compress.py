@@ -1,7 +1,8 @@
 """Reducers that send less than the gradients: half precision, top-k, and low rank (PowerSGD).
 
 The last two send a part and keep the rest, which they add to the next step's gradient (error feedback; Karimireddy et
-al. 2019, arXiv:1901.09847). What is kept is per rank and is not in checkpoints: a resumed run begins with none.
+al. 2019, arXiv:1901.09847). What is kept is each rank's own: a run that goes on under the same plan has it again
+(`Reducer.carried`), under another plan it begins with none.
 
 Whatever a rank chooses to send depends on one tensor at a time, never on its bucket: ranks along other axes that hold
 a copy of the same tensor (with the same gradient, in another bucket) choose alike, so the copies stay equal.
@@ -10,7 +11,7 @@ a copy of the same tensor (with the same gradient, in another bucket) choose ali
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import final
 
@@ -91,6 +92,12 @@ class _Feedback(Reducer):
         if key not in self._kept:
             self._kept[key] = torch.zeros_like(flat)
         return self._kept[key].add_(flat)
+
+    def carried(self) -> dict[str, Tensor]:
+        return {f"kept/{key}": kept for key, kept in self._kept.items()}
+
+    def carry(self, state: Mapping[str, Tensor]) -> None:
+        self._kept = {int(key): flat.clone() for key, flat in _under("kept/", state)}
 
     def reduce_scatter(self, key: int, flat: Tensor, out: Tensor) -> Pending:
         # Each rank gets all of every part that was sent: scattering would send no less.
@@ -198,6 +205,24 @@ class PowerSGD(_Feedback):
 
         return Pending(finish)
 
+    def carried(self) -> dict[str, Tensor]:
+        """Also the right factors, from which the power iteration goes on."""
+        rights = {
+            f"right/{key}/{index}": right
+            for key, state in self._matrices.items()
+            for index, right in enumerate(state.right)
+        }
+        return super().carried() | rights
+
+    def carry(self, state: Mapping[str, Tensor]) -> None:
+        super().carry(state)
+        self._matrices = {key: self._plan(key, kept) for key, kept in self._kept.items()}
+        for name, right in _under("right/", state):
+            key, _, index = name.partition("/")
+            matrices = self._matrices[int(key)]
+            matrices.right = [*matrices.right]  # apart from the fresh ones
+            matrices.right[int(index)] = right.view_as(matrices.right[int(index)]).clone()
+
     def _project(self, matrices: list[Tensor], bases: list[Tensor]) -> list[Tensor]:
         """[B, N, R] of each: the sum over ranks of matrix^T basis. What the basis does not span stays in the matrix."""
         rights = [matrix_BMN.mT @ basis_BMR for matrix_BMN, basis_BMR in zip(matrices, bases, strict=True)]
@@ -224,6 +249,10 @@ class PowerSGD(_Feedback):
             state.exact.append(slice(end, flat.numel()))
         state.right = state.fresh
         return state
+
+
+def _under(prefix: str, state: Mapping[str, Tensor]) -> list[tuple[str, Tensor]]:
+    return [(name.removeprefix(prefix), value) for name, value in state.items() if name.startswith(prefix)]
 
 
 def _cut(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:

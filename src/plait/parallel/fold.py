@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from plait.comm.group import Group
 from plait.comm.world import World
 from plait.parallel.reducer import Reducer
+from plait.parallel.rules import DATA_AXES, EXPERT_DATA_AXES
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +26,8 @@ class Fold:
     """Which of the shards is this rank's."""
     first: bool
     """Whether this rank's copy of the state is the one that counts: in norms, in files."""
+    replicas: tuple[int, ...]
+    """The ranks that have the same shard, this one among them."""
     reducer: Reducer
     """Sums over the ranks that share state; without sharing, over all data ranks."""
     across: Reducer | None
@@ -54,14 +57,29 @@ def make_fold(
     # Gathers of weights have rings or communicators of their own: in which order they and the reductions come may then
     # differ between ranks.
     gather = world.partition(block.axis, blocks) if level == 3 and size > 1 else block
+    shards, index = (1, 0) if level == 0 else (size, block.index)
     return Fold(
-        shards=1 if level == 0 else size,
-        index=0 if level == 0 else block.index,
-        first=whole.index // (1 if level == 0 else size) == 0,
+        shards=shards,
+        index=index,
+        first=whole.index // shards == 0,
+        replicas=whole.ranks[index::shards],
         reducer=reducer(block),
         across=None if across is None else reducer(across),
         gather=gather,
     )
+
+
+def make_folds(
+    world: World, *, level: int, zero_group: int | None, reducer: Callable[[Group], Reducer]
+) -> dict[bool, Fold]:
+    """Whether a tensor is an expert's -> its fold; one for both where their data ranks are the same. Collective."""
+
+    def make(axes: tuple[str, ...]) -> Fold:
+        return make_fold(world, axes, level=level, zero_group=zero_group, reducer=reducer)
+
+    dense = make(DATA_AXES)
+    same = world.mesh.groups(DATA_AXES) == world.mesh.groups(EXPERT_DATA_AXES)
+    return {False: dense, True: dense if same else make(EXPERT_DATA_AXES)}
 
 
 def holders(world: World, axis: str, count: int) -> Group:

@@ -100,8 +100,8 @@ class Executor:
         self._line = world.mesh.group(world.rank, ["pp"])
         self._stream: _Flow | None = None
         """In flight between windows."""
-        self._windows = 0
-        """Windows that have ended."""
+        self._windows = self._start = 0
+        """The next window, and the first: those before it are not this process's."""
 
     def run(self, schedule: Schedule, loader: Loader, *, count: int, sink: SpanSink) -> Tensor:
         """One step (or, for a forward-only schedule, one evaluation).
@@ -113,6 +113,11 @@ class Executor:
         flow = _Flow(loader=loader, count=lambda microbatch: count, train=not schedule.forward_only)
         self._play(schedule, schedule.ranks[self._world.at["pp"]], flow, sink)
         return self._sum(flow.losses)
+
+    def restart(self, step: int) -> None:
+        """The next window is that of ``step``, with an empty pipeline: what was in flight is computed again."""
+        self._stream = None
+        self._windows = self._start = step
 
     def run_window(
         self,
@@ -140,7 +145,7 @@ class Executor:
         flow = self._stream
         flow.loader = loader
         flow.count = lambda n: count(n // m)
-        schedule = windows.of(step, steps)
+        schedule = windows.of(step, steps, start=self._start)
         actions = [shifted(action, step * m) for action in schedule.ranks[self._world.at["pp"]]]
         self._play(schedule, actions, flow, sink)
         mine = range(step * m, (step + 1) * m)

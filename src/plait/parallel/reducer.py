@@ -6,7 +6,7 @@ What rounds or leaves out is in `plait.parallel.compress`.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import final
 
 import torch
@@ -34,6 +34,14 @@ class Reducer(ABC):
 
         The rest of ``flat`` is scratch afterwards.
         """
+
+    def carried(self) -> dict[str, Tensor]:
+        """What goes on from step to step: this rank's own, of no use to another layout of ranks and buckets."""
+        return {}
+
+    def carry(self, state: Mapping[str, Tensor]) -> None:
+        """Go on from what `carried` gave on the same rank of the same plan; {}: from the beginning."""
+        assert not state, f"{type(self).__name__} carries nothing"
 
 
 @final

@@ -27,11 +27,10 @@ from plait.core.shard import Piece, ShardSpec
 from plait.models.decoder import Decoder
 from plait.parallel.buckets import make_bucket
 from plait.parallel.flat import Bucket, Held, bucket_groups, counted_ranges, decays, is_data, square_sum
-from plait.parallel.fold import Fold, holders, make_fold
+from plait.parallel.fold import holders, make_folds
 from plait.parallel.gathered import Gathered
 from plait.parallel.reducer import Exact, Reducer
 from plait.parallel.reduction import AtEnd, PerAction, Reduction
-from plait.parallel.rules import DATA_AXES, EXPERT_DATA_AXES
 from plait.schedule.ir import Kind
 
 
@@ -63,12 +62,12 @@ class Zero:
         self.level = level
         self._world = world
         self._ties = ties
-        fold_of = _folds(world, level, zero_group, reducer)
+        self._folds = make_folds(world, level=level, zero_group=zero_group, reducer=reducer)
         made: list[Bucket] = []
         for trained in (True, False):
             chosen = [one for one in held if one.trained == trained]
             for group in bucket_groups(chosen, bucket_bytes, by_place=level == 3):
-                fold = fold_of[group[0].spec.expert]
+                fold = self._folds[group[0].spec.expert]
                 made.append(
                     make_bucket(
                         len(made), group, fold, level=level, dtype=dtype, versions=versions, device=world.device
@@ -247,7 +246,32 @@ class Zero:
             "optimizer": apart + 2 * sum(bucket.master.nbytes for bucket in self.buckets),
         }
 
-    # --- state that moves between ranks
+    # --- state that moves between ranks, and to and from files
+
+    def shards(self) -> list[tuple[Bucket, nn.Parameter | None]]:
+        """Every bucket, and the flat fp32 shard of it that the optimizer updates (None: frozen)."""
+        flats = dict(zip((bucket.key for bucket in self.buckets), self._flat, strict=True))
+        return [(bucket, flats.get(bucket.key)) for bucket in self._all]
+
+    def reducers(self) -> list[Reducer]:
+        """What sums gradients over data ranks; some of it carries state from step to step."""
+        folds = {id(fold): fold for fold in self._folds.values()}.values()
+        return [one for fold in folds for one in (fold.reducer, fold.across) if one is not None]
+
+    def refresh(self, version: int) -> None:
+        """Masters, frozen shards and, where there are two versions, the other one's shards were set from outside: whole
+        weights follow. ``version``: updates that they have had. Collective over the data ranks."""
+        gathering = []
+        for bucket in self._all:
+            if bucket.master is not bucket.own:
+                bucket.own.copy_(bucket.master)
+            for whole in (bucket.weights, bucket.spare):
+                if whole is not None and bucket.fold.shards > 1 and not bucket.gathered:
+                    gathering.append(bucket.fold.gather.all_gather(whole[bucket.shard], out=whole))
+        for pending in gathering:
+            pending.wait()
+        self._version, self._selected = version, version - 1
+        self.select(version)
 
     def flat(self, name: str) -> nn.Parameter:
         """The flat fp32 shard, a parameter of the optimizer, that has part of trained parameter ``name``."""
@@ -282,14 +306,3 @@ class Zero:
 
     def _find(self, name: str) -> tuple[Bucket, int]:
         return next((b, index) for b in self.buckets for index, one in enumerate(b.held) if one.name == name)
-
-
-def _folds(world: World, level: int, zero_group: int | None, reducer: Callable[[Group], Reducer]) -> dict[bool, Fold]:
-    """Whether a tensor is an expert's -> its fold; one for both where their data ranks are the same."""
-
-    def make(axes: tuple[str, ...]) -> Fold:
-        return make_fold(world, axes, level=level, zero_group=zero_group, reducer=reducer)
-
-    dense = make(DATA_AXES)
-    same = world.mesh.groups(DATA_AXES) == world.mesh.groups(EXPERT_DATA_AXES)
-    return {False: dense, True: dense if same else make(EXPERT_DATA_AXES)}

@@ -47,11 +47,11 @@ class Windows:
         """Microbatches of one step."""
         return self.steady.microbatches
 
-    def of(self, step: int, steps: int) -> Schedule:
-        """The window of ``step`` in a run of ``steps``."""
-        if steps == 1:
+    def of(self, step: int, steps: int, *, start: int = 0) -> Schedule:
+        """The window of ``step`` in a run of the steps ``start .. steps - 1``."""
+        if steps == start + 1:
             return self.only
-        if step == 0:
+        if step == start:
             return self.first
         return self.last if step == steps - 1 else self.steady
 
