@@ -16,6 +16,7 @@ from typing import Literal, Protocol, final
 import torch
 from torch import Tensor
 
+from plait.comm.flight import Flight
 from plait.comm.ledger import Ledger
 from plait.core.errors import RankError
 
@@ -44,30 +45,47 @@ class Book:
     sink: SpanSink = _nowhere
     phase: str = ""
     """F, B or step: the third key of the ledger."""
-    doing: str = ""
-    """The logical cause of a wait, such as ``RECV_F of stage 2, microbatch 5``."""
+    flight: Flight = field(default_factory=Flight)
+    """The last operations, for who asks why this rank stands still."""
     progress: list[Callable[[], None]] = field(default_factory=list)
     """Called while waiting: what can be sent or finished meanwhile is, so that waiting ranks never block each other."""
+    _doing: str = field(default="", init=False)
+
+    @property
+    def doing(self) -> str:
+        """The logical cause of a wait, such as ``RECV_F of stage 2, microbatch 5``."""
+        return self._doing
+
+    @doing.setter
+    def doing(self, text: str) -> None:
+        self._doing = text
+        self.flight.note(text)
 
 
 @final
 class Pending:
     """An operation under way; `wait` returns its result. Waiting twice is free."""
 
-    def __init__(self, finish: Callable[[], Tensor], book: Book | None = None, name: str = "", sent: int = 0) -> None:
+    def __init__(
+        self, finish: Callable[[], Tensor], book: Book | None = None, name: str = "", sent: int = 0, record: int = -1
+    ) -> None:
         self._finish: Callable[[], Tensor] | None = finish
         self._result: Tensor | None = None
         self._book = book
         self._name = name
         self._sent = sent
+        self._record = record
 
     def wait(self) -> Tensor:
         """The result, once every rank has done its part (on CUDA: once it is ordered on the current stream)."""
         if self._finish is not None:
             start = perf_counter()
+            if self._book is not None:
+                self._book.flight.waiting(self._record)
             self._result = self._finish()
             self._finish = None
             if self._book is not None:
+                self._book.flight.done(self._record)
                 self._book.sink("comm", self._name, self._name, start, perf_counter(), self._sent)
         assert self._result is not None
         return self._result
@@ -86,28 +104,33 @@ class Group(ABC):
         self.book = book
         self.index = ranks.index(book.rank)
         self.size = len(ranks)
+        self._flight_group = book.flight.group(axis, ranks)
 
-    def _pending(self, operation: str, tensor_bytes: int, start: Callable[[], Callable[[], Tensor]]) -> Pending:
-        sent = self.book.ledger.add(self.axis, operation, self.book.phase, self.size, tensor_bytes)
-        return self._under_way(operation, sent, start)
+    def _pending(
+        self, operation: str, x: Tensor, start: Callable[[], Callable[[], Tensor]], tensor_bytes: int | None = None
+    ) -> Pending:
+        size = x.nbytes if tensor_bytes is None else tensor_bytes
+        sent = self.book.ledger.add(self.axis, operation, self.book.phase, self.size, size)
+        return self._under_way(operation, sent, x, start)
 
     def _uneven(self, operation: str, rows: int, x: Tensor, start: Callable[[], Callable[[], Tensor]]) -> Pending:
         sent = rows * math.prod(x.shape[1:]) * x.element_size()
         self.book.ledger.add_sent(self.axis, operation, self.book.phase, sent)
-        return self._under_way(operation, sent, start)
+        return self._under_way(operation, sent, x, start)
 
-    def _under_way(self, operation: str, sent: int, start: Callable[[], Callable[[], Tensor]]) -> Pending:
+    def _under_way(self, operation: str, sent: int, x: Tensor, start: Callable[[], Callable[[], Tensor]]) -> Pending:
         name = f"{operation} {self.axis}"
         begin = perf_counter()
+        record = self.book.flight.begin(operation, self._flight_group, x.shape)
         finish = start()
         self.book.sink("comm", operation, name, begin, perf_counter(), 0)
-        return Pending(finish, self.book, name, sent)
+        return Pending(finish, self.book, name, sent, record)
 
     def all_reduce(self, x: Tensor, op: Reduction = "sum") -> Pending:
         """Reduce ``x`` over the ranks, in place; every rank gets the same bits."""
         if self.size == 1:
             return Pending(lambda: x)
-        return self._pending("all_reduce", x.nbytes, lambda: self._all_reduce(x, op))
+        return self._pending("all_reduce", x, lambda: self._all_reduce(x, op))
 
     def reduce_scatter(self, x: Tensor, out: Tensor | None = None) -> Pending:
         """Sum ``x`` [size * n, ...] over the ranks; this one gets its n rows, in ``out`` (may lie inside ``x``)."""
@@ -115,7 +138,7 @@ class Group(ABC):
             return Pending(lambda: x)
         rows = x.shape[0] // self.size
         result = torch.empty((rows, *x.shape[1:]), dtype=x.dtype, device=x.device) if out is None else out
-        return self._pending("reduce_scatter", x.nbytes, lambda: self._reduce_scatter(x, result))
+        return self._pending("reduce_scatter", x, lambda: self._reduce_scatter(x, result))
 
     def all_gather(self, x: Tensor, out: Tensor | None = None) -> Pending:
         """Concatenate the ranks' ``x`` [n, ...] to [size * n, ...], in ``out`` (``x`` may be its own part of it)."""
@@ -123,13 +146,13 @@ class Group(ABC):
             return Pending(lambda: x)
         shape = (x.shape[0] * self.size, *x.shape[1:])
         result = torch.empty(shape, dtype=x.dtype, device=x.device) if out is None else out
-        return self._pending("all_gather", result.nbytes, lambda: self._all_gather(x, result))
+        return self._pending("all_gather", x, lambda: self._all_gather(x, result), result.nbytes)
 
     def all_to_all(self, x: Tensor) -> Pending:
         """Cut ``x`` [size * n, ...] along dim 0, send part j to rank j; returns the parts received, in order."""
         if self.size == 1:
             return Pending(lambda: x)
-        return self._pending("all_to_all", x.nbytes, lambda: self._all_to_all(x, torch.empty_like(x)))
+        return self._pending("all_to_all", x, lambda: self._all_to_all(x, torch.empty_like(x)))
 
     def exchange(self, x: Tensor, counts: Counts) -> Pending:
         """Send row runs of ``x`` [sent, ...] (cut along dim 0 in rank order, run j to rank j); returns [received, ...].

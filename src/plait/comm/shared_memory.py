@@ -64,7 +64,11 @@ class SharedMemoryGroup(Group):
                 self._finish_arrived()
             return offset is not None
 
-        wait_until(reserved, self.book, lambda: self._cause(name, operation - 1, consumed=True))
+        if not reserved():
+            flight = self.book.flight
+            flight.waiting(flight.last)
+            wait_until(reserved, self.book, lambda: self._cause(name, operation - 1, consumed=True))
+            flight.moving(flight.last)
         assert offset is not None
         write(self._mine.data[offset : offset + nbytes])
         self._mine.publish(operation, offset, nbytes)

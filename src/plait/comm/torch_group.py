@@ -114,6 +114,8 @@ class TorchWire:
         """Start to send ``x`` to rank ``to``; `flush` waits for it."""
         # What has left may be freed: or a step would hold every microbatch's activations to its end.
         self._sends = [(work, kept) for work, kept in self._sends if not work.is_completed()]
+        flight = self._book.flight
+        flight.done(flight.begin("send", flight.group("pp", (self._book.rank, to)), x.shape, to))
         work = dist.isend(x, to, group=self._up if to > self._book.rank else self._down)
         if work is not None:
             self._sends.append((work, x))
@@ -121,8 +123,10 @@ class TorchWire:
     def recv(self, out: Tensor, source: int) -> Pending:
         """Start to receive into ``out`` from rank ``source``."""
         work = dist.irecv(out, source, group=self._down if source > self._book.rank else self._up)
-        doing = self._book.doing
-        return Pending(_waiter([work], out, self._book, f"{doing}, from rank {source}"), self._book, "recv pp")
+        doing, flight = self._book.doing, self._book.flight
+        record = flight.begin("recv", flight.group("pp", (source, self._book.rank)), out.shape, source)
+        finish = _waiter([work], out, self._book, f"{doing}, from rank {source}")
+        return Pending(finish, self._book, "recv pp", record=record)
 
     def flush(self) -> None:
         """Wait until every message has left."""

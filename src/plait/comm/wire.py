@@ -31,7 +31,8 @@ class SharedMemoryWire:
 
     def send(self, x: Tensor, to: int) -> None:
         """Copy ``x`` into the channel to rank ``to``, or queue it while the channel is full."""
-        channel = self._channel(self._book.rank, to)
+        channel, flight = self._channel(self._book.rank, to), self._book.flight
+        flight.done(flight.begin("send", flight.group("pp", (self._book.rank, to)), x.shape, to))
         self._queue.extend((channel, part) for part in _parts(x))
         self._push()
 
@@ -47,13 +48,15 @@ class SharedMemoryWire:
         """Receive into ``out`` from rank ``source``; messages of a pair arrive in the order they were sent."""
         channel = self._channel(source, self._book.rank)
         message = channel.expect(_parts(out))
+        flight = self._book.flight
+        record = flight.begin("recv", flight.group("pp", (source, self._book.rank)), out.shape, source)
         cause = f"rank {self._book.rank} waits for {self._book.doing}, from rank {source}"
 
         def finish() -> Tensor:
             wait_until(lambda: channel.deliver(message), self._book, lambda: cause)
             return out
 
-        return Pending(finish, self._book, "recv pp")
+        return Pending(finish, self._book, "recv pp", record=record)
 
     def flush(self) -> None:
         """Return when every message has left this rank, to a receiver that is there: this one may leave then."""

@@ -14,6 +14,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from plait.comm import ring
+from plait.comm.flight import Flight
 from plait.comm.group import Alone, Book, Group
 from plait.comm.ring import Ring
 from plait.comm.shared_memory import SharedMemoryGroup
@@ -35,12 +36,20 @@ class World:
     """
 
     def __init__(
-        self, mesh: Mesh, *, rank: int, device: torch.device, store: Store | None, timeout: float, transport: str
+        self,
+        mesh: Mesh,
+        *,
+        rank: int,
+        device: torch.device,
+        store: Store | None,
+        timeout: float,
+        transport: str,
+        flight: Flight | None = None,
     ) -> None:
         self.mesh = mesh
         self.rank = rank
         self.device = device
-        self.book = Book(rank=rank, timeout=timeout)
+        self.book = Book(rank=rank, timeout=timeout, flight=flight or Flight(rank))
         self.at = mesh.coordinate(rank)
         """Index of this rank along every axis, of both folds."""
         self._store = store
@@ -81,9 +90,10 @@ class World:
         transport: str = "auto",
         store: Store | None = None,
         rank: int | None = None,
+        flight: Flight | None = None,
     ) -> World:
         """Join the other ranks: through the launcher's variables (RANK, WORLD_SIZE, MASTER_ADDR ...) or a given
-        ``store``.
+        ``store``. ``flight`` keeps the last operations; None: in this process's memory.
 
         Raises `PlanError` when the launcher started another number of ranks than ``mesh`` has.
         """
@@ -110,7 +120,7 @@ class World:
                 )
             except RuntimeError as error:
                 raise RankError(f"rank {rank} waits for the others to start, for {timeout:g} s: {error}") from error
-        return cls(mesh, rank=rank, device=device, store=store, timeout=timeout, transport=transport)
+        return cls(mesh, rank=rank, device=device, store=store, timeout=timeout, transport=transport, flight=flight)
 
     def group(self, *axes: str) -> Group:
         """The ranks that differ from this one along ``axes``, of one fold, alone. The first call for an axis set is
