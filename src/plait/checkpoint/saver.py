@@ -1,0 +1,116 @@
+"""`Saver`: saves a run's snapshots, in the background where asked, one at a time.
+
+The run waits for the copy into host memory alone, and for a save that is still under way when the next begins.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Self, final
+
+from plait.checkpoint.commit import COMMITTER, EVERYWHERE, Place, Probe, Saved, commit
+from plait.checkpoint.state import Agreement, Snapshot
+from plait.checkpoint.steps import check_folder
+from plait.checkpoint.writer import Copied, Host
+from plait.core.errors import ConfigError
+
+PHASES = ("save.enter", "save.free", "save.copied", *EVERYWHERE, *COMMITTER, "save.left", "save.end")
+"""Every boundary that a ``probe`` is told of; those of `COMMITTER` on rank 0 alone."""
+
+
+def _unseen(phase: str) -> None:
+    """The probe of a run that nobody tests."""
+
+
+@final
+class Saver:
+    """Saves into ``folder`` as ``rank``; every rank of ``group`` makes one and calls `save` at the same steps.
+
+    ``keep``: newest checkpoints that stay; ``keep_every``: and those of every step that it divides (0: none).
+    ``asynchronous``: `save` returns after the copy. ``probe``: told of every phase boundary (`PHASES`), for tests.
+    ConfigError where ``folder`` cannot be written, so that it is known at the start.
+
+    A save that fails is told by `poll` and `drain`, never raised: the run goes on, and the next save is tried.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        rank: int,
+        group: Agreement,
+        keep: int = 2,
+        keep_every: int = 0,
+        asynchronous: bool = True,
+        probe: Probe = _unseen,
+    ) -> None:
+        if keep < 1 or keep_every < 0:
+            raise ConfigError(f"[checkpoint] keep = {keep} has to be at least 1, keep_every = {keep_every} at least 0")
+        check_folder(folder)
+        self._place = Place(folder=folder, rank=rank, group=group, keep=keep, keep_every=keep_every, probe=probe)
+        self._probe, self._asynchronous = probe, asynchronous
+        self._host = Host()
+        self._thread: threading.Thread | None = None
+        self._done: queue.SimpleQueue[Saved] = queue.SimpleQueue()
+
+    def save(self, snapshot: Snapshot) -> None:
+        """Save ``snapshot``: its tensors may change as soon as this returns. Waits for the save before, if any."""
+        self._probe("save.enter")
+        self._wait()
+        self._probe("save.free")
+        start = time.perf_counter()
+        copied: Copied | Exception
+        try:
+            copied = self._host.copy(snapshot, self._place.rank)
+        except Exception as error:  # of whatever kind: the other ranks are told, and the save fails on all
+            copied = error
+        seconds = time.perf_counter() - start
+        self._probe("save.copied")
+        # A daemon: a rank that fails for another reason ends, and what it had not committed was never there.
+        self._thread = threading.Thread(
+            target=self._work, args=(snapshot.step, copied, seconds), name="plait-save", daemon=True
+        )
+        self._thread.start()
+        if not self._asynchronous:
+            self._wait()
+        self._probe("save.left")
+
+    @property
+    def busy(self) -> bool:
+        """Whether a save is under way."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def poll(self) -> list[Saved]:
+        """How the saves went that have ended since the last call; never waits."""
+        found: list[Saved] = []
+        with suppress(queue.Empty):
+            while True:
+                found.append(self._done.get_nowait())
+        return found
+
+    def drain(self) -> list[Saved]:
+        """`poll`, after the save under way has ended."""
+        self._wait()
+        return self.poll()
+
+    def _work(self, step: int, copied: Copied | Exception, seconds: float) -> None:
+        self._done.put(commit(step, copied, self._place, seconds))
+        self._probe("save.end")
+
+    def _wait(self) -> None:
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        """Wait for the save under way; not where the run ends in an error, whose other ranks may be gone."""
+        if kind is None:
+            self._wait()

@@ -1,0 +1,157 @@
+"""A rank's own part of a save: its pieces copied to host memory at one instant, and that memory written to one file."""
+
+from __future__ import annotations
+
+import json
+import mmap
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypedDict, final
+
+import torch
+
+from plait.checkpoint import disk
+from plait.checkpoint.layout import Layout, dtype_name, lay_out, share
+from plait.checkpoint.manifest import Manifest, StoredFile, StoredPiece, StoredTensor
+from plait.checkpoint.state import Piece, Snapshot
+from plait.core.errors import WeightsError
+
+
+class PieceRecord(TypedDict):
+    """One stored block, as plain JSON."""
+
+    name: str
+    key: str
+    offset: int
+    box: list[list[int]]
+
+
+class ShardRecord(TypedDict):
+    """A file, or none (""), and what it holds, as plain JSON: ranks send theirs to the one that writes the manifest.
+
+    ``tensors``: shape and dtype of every tensor that the rank holds, whoever writes it.
+    """
+
+    file: str
+    bytes: int
+    sums: str
+    tensors: dict[str, tuple[list[int], str]]
+    pieces: list[PieceRecord]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Copied:
+    """A snapshot out of the run's reach. ``data``: the file's content after ``layout.head``, in a buffer of `Host`."""
+
+    scalars: str
+    layout: Layout
+    data: memoryview
+    record: ShardRecord
+
+
+@final
+class Host:
+    """Host memory for the copies of one rank, kept from save to save; pinned where the tensors are on a GPU."""
+
+    def __init__(self) -> None:
+        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._key: object = None
+        self._layout: Layout | None = None
+        self._record: ShardRecord | None = None
+
+    def copy(self, snapshot: Snapshot, rank: int) -> Copied:
+        """Copy what ``rank`` writes of ``snapshot``; what was copied before is overwritten.
+
+        WeightsError for pieces that contradict themselves, and scalars that are no JSON.
+        """
+        try:
+            scalars = json.dumps(dict(snapshot.scalars), allow_nan=False)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise WeightsError(f"step {snapshot.step}: its scalars are no plain JSON: {error}") from error
+        layout, record = self._plan(snapshot.pieces, rank)
+        size = layout.bytes - len(layout.head)
+        on_gpu = any(piece.values.is_cuda for piece in snapshot.pieces)
+        if self._memory.numel() < size or on_gpu != self._memory.is_pinned():
+            self._memory = _memory(size, pinned=on_gpu)
+        for block in layout.blocks:
+            values = snapshot.pieces[block.run.piece].values.detach().reshape(-1)
+            start = block.offset - len(layout.head)
+            out = self._memory[start : start + block.bytes].view(values.dtype)
+            out.copy_(values[block.run.start : block.run.start + out.numel()], non_blocking=on_gpu)
+        if on_gpu:
+            torch.cuda.synchronize()
+        data = memoryview(self._memory.numpy())[:size]  # type: ignore[arg-type]
+        return Copied(scalars=scalars, layout=layout, data=data, record=record)
+
+    def _plan(self, pieces: Sequence[Piece], rank: int) -> tuple[Layout, ShardRecord]:
+        """The layout of the file; the one of the save before where the pieces are of the same form."""
+        key = (rank, [(p.name, p.shape, p.values.dtype, p.values.numel(), p.boxes, p.replicas) for p in pieces])
+        if self._layout is None or self._record is None or key != self._key:
+            runs = share(pieces, rank)
+            self._layout = lay_out(pieces, runs)
+            self._record = _record(pieces, self._layout)
+            self._key = key
+        return self._layout, self._record
+
+
+def _memory(size: int, *, pinned: bool) -> torch.Tensor:
+    """Bytes that are not yet used by anything: huge pages, so that the first copy need not wait for small ones."""
+    if pinned or not size:
+        return torch.empty(size, dtype=torch.uint8, pin_memory=pinned and size > 0)
+    memory = mmap.mmap(-1, size)
+    memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=torch.uint8)
+
+
+def _record(pieces: Sequence[Piece], layout: Layout) -> ShardRecord:
+    tensors: dict[str, tuple[list[int], str]] = {}
+    for piece in pieces:
+        form = (list(piece.shape), dtype_name(piece))
+        if tensors.setdefault(piece.name, form) != form:
+            raise WeightsError(f"{piece.name} has two forms on one rank: {tensors[piece.name]} and {form}")
+    records = [
+        PieceRecord(
+            name=pieces[block.run.piece].name,
+            key=block.key,
+            offset=block.offset,
+            box=[list(ends) for ends in block.run.box],
+        )
+        for block in layout.blocks
+    ]
+    return ShardRecord(file="", bytes=layout.bytes if records else 0, sums="", tensors=tensors, pieces=records)
+
+
+def write_file(copied: Copied, folder: Path, file: str, passed: Callable[[str], None]) -> ShardRecord:
+    """Write ``copied`` to ``file`` of ``folder``, synced; nothing for a copy of no elements. OSError where it fails."""
+    record = copied.record
+    if not record["pieces"]:
+        return record
+    sums = disk.write(folder / file, [memoryview(copied.layout.head), copied.data], passed)
+    disk.sync_folder(folder)
+    return ShardRecord(file=file, bytes=record["bytes"], sums=sums, tensors=record["tensors"], pieces=record["pieces"])
+
+
+def gather(records: Sequence[ShardRecord], *, step: int | None, created: str, scalars: Mapping[str, Any]) -> Manifest:
+    """The manifest of what all ranks have written; WeightsError where they disagree on a tensor's form."""
+    files: dict[str, StoredFile] = {}
+    forms: dict[str, tuple[list[int], str]] = {}
+    pieces: dict[str, list[StoredPiece]] = {}
+    for record in records:
+        if record["file"]:
+            files[record["file"]] = StoredFile(bytes=record["bytes"], sums=record["sums"])
+        for name, (shape, dtype) in record["tensors"].items():
+            known = forms.setdefault(name, (shape, dtype))
+            if known[0] != shape:
+                raise WeightsError(f"{name} was written in several shapes: {known[0]} and {shape}")
+            if known[1] != dtype:
+                raise WeightsError(f"{name} was written in several dtypes: {', '.join(sorted({known[1], dtype}))}")
+        for row in record["pieces"]:
+            box = tuple((start, stop) for start, stop in row["box"])
+            piece = StoredPiece(file=record["file"], key=row["key"], offset=row["offset"], box=box)
+            pieces.setdefault(row["name"], []).append(piece)
+    tensors = {
+        name: StoredTensor(shape=tuple(shape), dtype=dtype, pieces=tuple(pieces.get(name, ())))
+        for name, (shape, dtype) in forms.items()
+    }
+    return Manifest(step=step, created=created, files=files, tensors=tensors, scalars=scalars)
