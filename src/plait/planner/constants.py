@@ -1,0 +1,152 @@
+"""Every number of the time model that was fitted or taken from a measurement, with what it was fitted on.
+
+Nothing else in ``planner`` holds such a number (a test reads the sources). ``python -m plait.planner.fit`` fits them
+again. ``NAME.FAMILY`` is the value of one family of devices, ``NAME`` alone that of all others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+FIT_SOURCES = (
+    "vtrain_a100",
+    "simumax_b200",
+    "llm_foundry_mpt",
+    "megatron_bridge_perf",
+    "zero_bubble",
+    "internevo",
+)
+"""Sources of ``published.jsonl`` whose step times constants were fitted on: 6 of 15. All others are held out."""
+
+FAMILIES = ("GH200", "GB200", "GB300", "A100", "A800", "H100", "H200", "H800", "B200", "B300", "MI300", "MI325", "MI355", "TPU", "V100")
+"""Families, by the first of them that a device's name holds."""
+
+ALIKE = {
+    "A800": "A100",
+    "H800": "H100",
+    "H200": "H100",
+    "GH200": "H100",
+    "GB200": "B200",
+    "GB300": "B300",
+    "B300": "B200",
+    "MI325": "MI300",
+    "MI355": "MI300",
+}
+"""Families that share another's values where they have none of their own."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Constant:
+    """A number, its unit, what it means, and where it is from."""
+
+    value: float
+    unit: str
+    meaning: str
+    source: str
+
+
+_CALIB = "calib_gemm_sdpa_simumax.json"
+_NCCL = "calib_nccl_allreduce_vtrain.json, hardware.json"
+
+
+def _c(value: float, unit: str, meaning: str, source: str) -> Constant:
+    return Constant(value=value, unit=unit, meaning=meaning, source=source)
+
+
+CONSTANTS: Mapping[str, Constant] = {
+    # --- products
+    "gemm_share": _c(0.70, "of peak", "rate of a large product, no waves lost", "hardware.json"),
+    "gemm_share.A100": _c(0.80, "of peak", "rate of a large product, no waves lost", _CALIB),
+    "gemm_share.H100": _c(0.72, "of peak", "rate of a large product, no waves lost", "hardware.json, llm_foundry_mpt"),
+    "gemm_share.B200": _c(0.60, "of peak", "rate of a large product, no waves lost", _CALIB),
+    "gemm_share.MI300": _c(0.50, "of peak", "rate of a large product, no waves lost", "hardware.json"),
+    "gemm_share.TPU": _c(0.85, "of peak", "rate of a large product, no waves lost", "hardware.json"),
+    "low_share": _c(0.65, "of peak", "the same in fp8", "hardware.json"),
+    "low_share.B200": _c(0.60, "of peak", "the same in fp8", "megatron_bridge_perf"),
+    "fp4_share": _c(0.50, "of peak", "the same in fp4", "megatron_bridge_perf"),
+    "processors": _c(132, "count", "processors that tiles are spread over (SMs)", "data sheet"),
+    "processors.A100": _c(108, "count", "processors that tiles are spread over (SMs)", "data sheet"),
+    "processors.B200": _c(148, "count", "processors that tiles are spread over (SMs)", "data sheet"),
+    "processors.MI300": _c(304, "count", "processors that tiles are spread over (CUs)", "data sheet"),
+    "tile": _c(128, "rows", "side of a product's output tile", _CALIB),
+    "tile_columns": _c(256, "columns", "other side of it", _CALIB),
+    "wave_share": _c(0.5, "1", "share of a last wave's empty tiles that is lost", _CALIB),
+    "prologue": _c(128, "k", "inner length that a tile's start and end cost", _CALIB),
+    "join": _c(2.0, "1", "power of the norm that joins compute and memory time of an operator", _CALIB),
+    "grouped_share": _c(0.9, "1", "rate of a grouped product relative to a single one", _CALIB),
+    "kernel_gap": _c(3e-6, "s", "start and end of a kernel on the device", "vtrain_a100"),
+    # --- attention
+    "flash_forward": _c(0.55, "of peak", "flash attention forward, head 128", "llm_foundry_mpt"),
+    "flash_forward.A100": _c(0.60, "of peak", "flash attention forward, head 128", _CALIB),
+    "flash_forward.B200": _c(0.60, "of peak", "flash attention forward, head 128", _CALIB),
+    "flash_backward": _c(0.45, "of peak", "flash attention backward, head 128", "llm_foundry_mpt"),
+    "flash_backward.A100": _c(0.52, "of peak", "flash attention backward, head 128", _CALIB),
+    "flash_backward.B200": _c(0.45, "of peak", "flash attention backward, head 128", _CALIB),
+    "flash_dim": _c(32, "elements", "head dim at which attention loses half of its rate", "llm_foundry_mpt"),
+    "flash_rows": _c(512, "tokens", "sequence at which attention loses half of its rate", "llm_foundry_mpt"),
+    "batched_share": _c(0.5, "1", "rate of unfused attention's products relative to a linear layer's", "vtrain_a100"),
+    # --- memory
+    "memory_share": _c(0.75, "of bandwidth", "memory-bound operators", "hardware.json"),
+    "optimizer_share": _c(0.70, "of bandwidth", "the optimizer step", "hardware.json"),
+    "optimizer_passes": _c(1.2, "1", "bytes the optimizer moves over those of its state read and written once", "zero_bubble"),
+    # --- host
+    "launch": _c(6e-6, "s", "host time of one operator", "vtrain_a100"),
+    "launch.TPU": _c(0.0, "s", "host time of one operator: compiled programs", "definition"),
+    "launch.cpu": _c(0.0, "s", "host time of one operator: in its own time", "definition"),
+    "fused_launch": _c(0.7, "1", "host time of an operator under fused modules relative to plain ones", "megatron_bridge_perf"),
+    "backward_launch": _c(0.6, "1", "host time of an operator in backward (no Python) relative to forward", "vtrain_a100"),
+    "microbatch_host": _c(1e-3, "s", "host time of a microbatch that nothing hides, beside its operators", "zero_bubble"),
+    "step_host": _c(10e-3, "s", "host time of a step that nothing hides: batch, loss, logging", "vtrain_a100"),
+    # --- wires
+    "link_share": _c(0.75, "of bandwidth", "all-reduce bandwidth inside a node, bus convention", _NCCL),
+    "link_share.H100": _c(0.80, "of bandwidth", "all-reduce bandwidth inside a node, bus convention", _NCCL),
+    "link_share.B200": _c(0.742, "of bandwidth", "all-reduce bandwidth inside a node, bus convention", _NCCL),
+    "gather_share": _c(0.9, "1", "all-gather and reduce-scatter bandwidth relative to all-reduce", _NCCL),
+    "exchange_share": _c(0.8, "1", "all-to-all bandwidth relative to all-reduce", _NCCL),
+    "network_share": _c(0.75, "of bandwidth", "collectives between nodes", _NCCL),
+    "p2p_share": _c(0.7, "of bandwidth", "one message between two devices", _NCCL),
+    "link_step": _c(4e-6, "s", "latency of one step of a ring inside a node", _NCCL),
+    "network_step": _c(12e-6, "s", "latency of one step between nodes", _NCCL),
+    "collective_base": _c(15e-6, "s", "fixed latency of a collective", _NCCL),
+    # --- overlap
+    "contention": _c(0.15, "s/s", "slowing of compute by communication beside it", "llm_foundry_mpt"),
+    "hidden_share": _c(0.9, "1", "share of compute that data-parallel communication can hide under", "llm_foundry_mpt"),
+    "split_share": _c(0.6, "1", "share of tensor-parallel communication that overlap in parts hides", "megatron_bridge_perf"),
+    "expert_hidden": _c(0.6, "1", "share of expert exchange that overlap hides", "megatron_bridge_perf"),
+    "imbalance": _c(1.3, "1", "rows of the fullest rank's experts over the mean, routing not forced even", "moe"),
+    "straggle": _c(0.0, "1", "slowing a doubling of nodes (jitter that all wait for)", "llm_foundry_mpt"),
+    # --- interval
+    "spread": _c(0.12, "1", "80% of residuals of the log of step time, dense, one node", "fit sources"),
+    "spread_nodes": _c(0.04, "1", "added to it for several nodes", "fit sources"),
+    "spread_experts": _c(0.06, "1", "added to it for experts", "fit sources"),
+}
+
+
+class Table:
+    """Constants by name and family. Not written to once made."""
+
+    def __init__(self, values: Mapping[str, float] | None = None) -> None:
+        self._values = {name: constant.value for name, constant in CONSTANTS.items()} | dict(values or {})
+
+    def of(self, name: str, family: str = "") -> float:
+        """The value for ``family``, or for the family it is like, or for all."""
+        at: str | None = family
+        while at:
+            if (value := self._values.get(f"{name}.{at}")) is not None:
+                return value
+            at = ALIKE.get(at)
+        return self._values[name]
+
+    def replace(self, values: Mapping[str, float]) -> Table:
+        """This table with some values changed."""
+        return Table(self._values | dict(values))
+
+
+DEFAULT = Table()
+
+
+def family_of(device: str, kind: str = "gpu") -> str:
+    """The family of a device by its name; that of no family is its kind."""
+    name = device.upper()
+    return next((family for family in FAMILIES if family in name), kind)

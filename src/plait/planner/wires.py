@@ -1,0 +1,147 @@
+"""Seconds of a collective over a group of ranks on the tiers of a cluster.
+
+Alpha-beta: a fixed latency, one for each step, and bytes over the bandwidth of the narrowest tier that a ring crosses
+(Thakur et al. 2005; nccl-tests, doc/PERFORMANCE.md for the bus convention). A group with g members in a node crosses
+the network over g cards, so that its ring has g times a device's share of the network. Measured curves of the cluster
+file take precedence.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+
+from plait.core.topology import CommPoint
+from plait.planner.kernels import Machine
+
+_FACTORS = {"all_reduce": 2.0, "all_gather": 1.0, "reduce_scatter": 1.0, "all_to_all": 1.0, "broadcast": 1.0}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Group:
+    """``size`` ranks, each ``stride`` away from the next."""
+
+    size: int
+    stride: int
+
+    @property
+    def span(self) -> int:
+        """Ranks from the first to the last one."""
+        return (self.size - 1) * self.stride + 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Level:
+    """One tier a group crosses: ``count`` members (or domains of the tier below), ``lanes`` of a device's bandwidth."""
+
+    tier: int
+    count: int
+    lanes: int
+
+
+@lru_cache(maxsize=4096)
+def levels(machine: Machine, group: Group) -> tuple[Level, ...]:
+    """The tiers that ``group`` crosses, from the innermost out."""
+    found: list[Level] = []
+    inside = 1
+    for index, tier in enumerate(machine.topology.tiers):
+        last = index == len(machine.topology.tiers) - 1
+        within = group.size if last else max(inside, min(group.size, tier.size // group.stride))
+        # Members do not always fill domains evenly: whole domains are counted.
+        domains = math.ceil(within / inside)
+        if domains > 1:
+            found.append(Level(tier=index, count=domains, lanes=inside))
+        inside = within
+        if inside >= group.size:
+            break
+    return tuple(found)
+
+
+@lru_cache(maxsize=1 << 16)
+def collective(machine: Machine, op: str, size: float, group: Group) -> float:
+    """Seconds of ``op`` over ``group``; ``size`` is the whole tensor's bytes (all_to_all, p2p, ring: what a rank sends)."""
+    if group.size <= 1 or size <= 0:
+        return 0.0
+    crossed = levels(machine, group)
+    if op in ("p2p", "ring"):
+        return _message(machine, size, crossed)
+    measured = _measured(machine, op, size, group, crossed)
+    if measured is not None:
+        return measured
+    if op == "all_to_all":
+        return _exchange(machine, size, group, crossed)
+    table, family = machine.table, machine.family
+    share = 1.0 if op == "all_reduce" else table.of("gather_share", family)
+    bandwidth = min(_bandwidth(machine, level) * level.lanes for level in crossed) * share
+    latency = sum(_latency(machine, level, op) for level in crossed)
+    factor = _FACTORS[op] * (group.size - 1) / group.size
+    return float(table.of("collective_base", family) + latency + factor * size / bandwidth)
+
+
+def _bandwidth(machine: Machine, level: Level) -> float:
+    """Bytes/s of one device on this tier, bus convention."""
+    tier = machine.topology.tiers[level.tier]
+    name = "link_share" if level.tier == 0 else "network_share"
+    return tier.bandwidth * machine.table.of(name, machine.family)
+
+
+def _latency(machine: Machine, level: Level, op: str) -> float:
+    if level.tier == 0:
+        step = machine.table.of("link_step", machine.family)
+        return step * (level.count - 1)
+    step = machine.table.of("network_step", machine.family)
+    # NCCL goes to trees for all-reduce over many nodes; gathers stay rings.
+    steps = 2 * math.log2(level.count) if op == "all_reduce" else level.count - 1
+    return step * steps
+
+
+def _message(machine: Machine, size: float, crossed: tuple[Level, ...]) -> float:
+    level = crossed[-1]
+    tier = machine.topology.tiers[level.tier]
+    for point in machine.measured.comm:
+        if point.op == "p2p" and point.tier == tier.name:
+            return _curve(machine, [p for p in machine.measured.comm if p.op == "p2p" and p.tier == tier.name], size)
+    step = machine.table.of("link_step" if level.tier == 0 else "network_step", machine.family)
+    share = machine.table.of("p2p_share", machine.family)
+    return step + size / (tier.bandwidth * share)
+
+
+def _exchange(machine: Machine, size: float, group: Group, crossed: tuple[Level, ...]) -> float:
+    """All-to-all: what stays in a domain and what leaves it go at the same time."""
+    share = machine.table.of("exchange_share", machine.family)
+    inside, slowest, latency = 1, 0.0, machine.table.of("collective_base", machine.family)
+    for level in crossed:
+        reached = inside * level.count
+        part = size * (reached - inside) / group.size
+        slowest = max(slowest, part / (_bandwidth(machine, level) * share))
+        latency += _latency(machine, level, "all_to_all" if level.tier == 0 else "all_reduce")
+        inside = reached
+    return latency + slowest
+
+
+def _measured(
+    machine: Machine, op: str, size: float, group: Group, crossed: tuple[Level, ...]
+) -> float | None:
+    """From measured points of the same operation, tier and nearest group size, scaled to this one."""
+    tier = machine.topology.tiers[crossed[-1].tier].name
+    points = [point for point in machine.measured.comm if point.op == op and point.tier == tier]
+    if not points:
+        return None
+    ranks = min({point.ranks for point in points}, key=lambda n: abs(math.log(n / group.size)))
+    here = [point for point in points if point.ranks == ranks]
+    scale = ((group.size - 1) / group.size) / ((ranks - 1) / ranks)
+    return _curve(machine, here, size) * scale
+
+
+def _curve(machine: Machine, points: list[CommPoint], size: float) -> float:
+    """Seconds at ``size``: linear between neighbours, the ends continued at their bandwidth or latency."""
+    points = sorted(points, key=lambda point: point.size)
+    if size <= points[0].size:
+        return points[0].seconds
+    for low, high in zip(points, points[1:], strict=False):
+        if size <= high.size:
+            share = (size - low.size) / (high.size - low.size)
+            return low.seconds + share * (high.seconds - low.seconds)
+    last = points[-1]
+    return last.seconds * size / last.size
