@@ -153,6 +153,11 @@ def names() -> tuple[str, ...]:
     return (*_PRESETS, "local")
 
 
+def presets() -> dict[str, Device]:
+    """Preset -> its device."""
+    return {name: preset.device for name, preset in _PRESETS.items()}
+
+
 def cluster(name_or_path: str | Path, devices: int) -> Topology:
     """The cluster called so, with ``devices`` of its devices.
 

@@ -1,0 +1,67 @@
+"""What `plait calibrate` measured, as a `Topology`: tiers fitted to messages, shares of a host brought together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from plait.core.errors import ConfigError
+from plait.core.topology import CommPoint, Device, GemmPoint, Share, Tier, Topology
+from plait.planner.clusters import presets
+
+
+def fit_tier(name: str, size: int, points: Sequence[CommPoint], source: str) -> Tier:
+    """Latency and bandwidth of a tier: alpha-beta through the shortest and the longest message of two ranks.
+
+    ``points``: the tier's; without messages of two ranks, its all-reduces (2 (n-1) steps of 1/n of the tensor each).
+    """
+    lines = sorted((_one_way(point) for point in points if point.op == "p2p"), key=lambda line: line[0])
+    if not lines:
+        lines = sorted((_one_way(point) for point in points if point.op == "all_reduce"), key=lambda line: line[0])
+    if not lines:
+        raise ConfigError(f"tier {name}: nothing was measured on it")
+    (short, quick), (long, slow) = lines[0], lines[-1]
+    per_byte = max((slow - quick) / max(long - short, 1.0), 1e-15)
+    return Tier(
+        name=name, size=size, bandwidth=1.0 / per_byte, latency=max(quick - short * per_byte, 1e-9), source=source
+    )
+
+
+def _one_way(point: CommPoint) -> tuple[float, float]:
+    """Bytes and seconds of one step of the operation."""
+    if point.op == "p2p":
+        return point.size, point.seconds
+    return point.size / point.ranks, point.seconds / (2 * (point.ranks - 1))
+
+
+def peaks(points: Sequence[GemmPoint]) -> dict[str, float]:
+    """Precision -> the best rate that a product reached."""
+    best: dict[str, float] = {}
+    for point in points:
+        rate = 2.0 * point.m * point.n * point.k * point.batch / point.seconds
+        best[point.precision] = max(best.get(point.precision, 0.0), rate)
+    return best
+
+
+def known_device(driver_name: str, memory: float) -> Device | None:
+    """The preset of a GPU by its driver's name (``NVIDIA H100 80GB HBM3``): of those that the name contains the family
+    of, the nearest in memory; None for others."""
+    word = driver_name.lower().replace("-", " ").split()
+    found = [device for name, device in presets().items() if name.partition("-")[0] in word]
+    near = min(found, key=lambda device: abs(device.memory - memory), default=None)
+    return near if near is not None and abs(near.memory - memory) < 0.1 * memory else None
+
+
+def joined(parts: Sequence[Topology], *, cores: int) -> Topology:
+    """One cluster of what numbers of ranks of a CPU host measured, each as a `Topology` of so many devices.
+
+    The cluster has as many devices as cores, or the most that were measured below; links are those of that number
+    (with more ranks than cores, a message waits for its reader's turn).
+    """
+    ordered = sorted(parts, key=lambda part: part.devices)
+    shares = tuple(Share(ranks=part.devices, device=part.device, measured=part.measured) for part in ordered)
+    several = [part for part in ordered if part.devices > 1] or ordered
+    base = next((part for part in reversed(several) if part.devices <= cores), several[0])
+    size = ordered[-1].devices
+    tiers = (*base.tiers[:-1], replace(base.tiers[-1], size=max(size, base.tiers[-1].size)))
+    return replace(base, tiers=tiers, cores=cores, shares=shares)

@@ -1,0 +1,257 @@
+"""``plait calibrate``: measures the machine it is on and writes a cluster file for the planner.
+
+A host without GPUs is measured with one rank, with a rank a core, and with two a core: ranks share cores, cache and
+memory, so a device is one of so many. A host with GPUs is measured with a rank on each. Under torchrun or srun the
+launcher's ranks measure each tier, and each pair of ranks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import platform
+import socket
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from plait.comm.world import World
+from plait.core.cluster_file import dump, load
+from plait.core.errors import ConfigError
+from plait.core.mesh import Mesh
+from plait.core.topology import CommPoint, Device, Measured, Tier, Topology
+from plait.planner.calibrate import fit_tier, joined, known_device, peaks
+from plait.planner.clusters import host_memory, local_path
+from plait.train import calibrate_kernels as kernels
+from plait.train import calibrate_links as links
+from plait.train.exchange import gather_json
+from plait.train.launch import Worker, cores, launch, placed
+
+BUDGET, QUICK_BUDGET = 0.04, 0.01
+"""Seconds of one measurement of compute."""
+REPEATS, QUICK_REPEATS = 20, 6
+"""Calls of a small collective."""
+STAGES = 6
+MOST_RANKS_IN_MATRIX = 4096
+
+
+def run(
+    output: str | Path | None = None,
+    *,
+    as_json: bool = False,
+    quick: bool = False,
+    processes: Sequence[int] | None = None,
+    device: str = "auto",
+    timeout: float = 60.0,
+) -> int:
+    """Measure, write the cluster file ``output`` (None: the cache's, which the cluster ``local`` reads), show it.
+
+    ``processes``: the numbers of ranks to measure with. Returns 0. ConfigError for a file that cannot be written, or
+    numbers of ranks that make no sense, before anything is measured.
+    """
+    target = local_path() if output is None else Path(output)
+    place = placed()
+    chief = place is None or place.rank == 0
+    counts = [place.world_size] if place is not None else _counts(processes, device, quick)
+    if chief:
+        _writable(target)
+    with tempfile.TemporaryDirectory(prefix="plait-calibrate-") as folder:
+        for count in counts:
+            args = [folder, quick, not as_json, " ".join(map(str, counts))]
+            launch("plait.train.calibrate:run_rank", processes=count, args=args, device=device, timeout=timeout)
+        if not chief:
+            return 0
+        parts = [load(Path(folder) / f"{count}.toml") for count in counts]
+    found = parts[0] if parts[0].device.kind != "cpu" else joined(parts, cores=cores())
+    text = dump(found)
+    target.write_text(text, encoding="utf-8")
+    if as_json:
+        print(json.dumps(summary(found) | {"file": str(target)}))
+    else:
+        show(found, target, Console(highlight=False))
+    return 0
+
+
+def _counts(processes: Sequence[int] | None, device: str, quick: bool) -> list[int]:
+    """Numbers of ranks to measure with, ascending."""
+    if processes is not None:
+        if not processes or min(processes) < 1:
+            raise ConfigError(f"processes={list(processes)}: expected numbers of ranks, at least 1 each")
+        return sorted(set(processes))
+    gpus = torch.cuda.device_count() if device != "cpu" else 0
+    if gpus:
+        return [gpus]
+    return sorted({1, cores()} if quick else {1, cores(), 2 * cores()})
+
+
+def _writable(target: Path) -> None:
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"cluster file {target} cannot be written: {error}") from error
+    if target.is_dir() or not os.access(target if target.exists() else target.parent, os.W_OK):
+        raise ConfigError(f"cluster file {target} cannot be written: expected a path that may be written")
+
+
+def run_rank(worker: Worker, folder: str, quick: bool, shown: bool, counts: str) -> None:
+    """One of the ranks that measure. Rank 0 leaves ``<world size>.toml`` in its ``folder``."""
+    size = worker.place.world_size
+    world = worker.connect(Mesh(dp=size))
+    everyone = world.group("pp", "dp", "cp", "tp")
+    bench = kernels.Bench(
+        device=world.device,
+        barrier=everyone.barrier,
+        budget=QUICK_BUDGET if quick else BUDGET,
+        crowded=world.device.type == "cpu" and worker.place.local_size > cores(),
+    )
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    chief = world.rank == 0
+    with Progress(*columns, disable=not (shown and chief), transient=True, auto_refresh=False) as progress:
+        task = progress.add_task("", total=STAGES)
+
+        def stage(name: str) -> None:
+            progress.update(task, advance=1, description=f"{size} of {counts} ranks: {name}", refresh=True)
+
+        measured = _compute(bench, quick, stage)
+        hosts = _hosts(world)
+        points, matrix = _communication(world, hosts, quick, stage)
+    if chief:
+        result = _topology(world, hosts, measured, points, matrix)
+        (Path(folder) / f"{size}.toml").write_text(dump(result), encoding="utf-8")
+    world.close()
+
+
+def _compute(bench: kernels.Bench, quick: bool, stage: Callable[[str], None]) -> Measured:
+    cuda = bench.device.type == "cuda"
+    shapes = kernels.GPU_SHAPES if cuda else kernels.CPU_SHAPES
+    attended = kernels.GPU_ATTENTION if cuda else kernels.CPU_ATTENTION
+    stage("matrix products")
+    gemm = kernels.products(bench, shapes[::2] if quick else shapes)
+    stage("attention")
+    attention = kernels.attention(bench, attended[:2] if quick else attended)
+    stage("memory")
+    bandwidth = kernels.memory_bandwidth(bench)
+    stage("optimizer, launches")
+    return Measured(
+        gemm=tuple(gemm),
+        attention=tuple(attention),
+        bandwidth=bandwidth,
+        optimizer_bandwidth=kernels.optimizer_bandwidth(bench),
+        launch=kernels.launch_overhead(bench),
+    )
+
+
+def _hosts(world: World) -> list[list[int]]:
+    """The ranks of each host. Hosts with unlike numbers of ranks count as one: only pairs are told apart then."""
+    names = [str(name) for name in gather_json(world, socket.gethostname())]
+    hosts = [[rank for rank, name in enumerate(names) if name == host] for host in dict.fromkeys(names)]
+    return hosts if len({len(ranks) for ranks in hosts}) == 1 else [list(range(world.mesh.world_size))]
+
+
+def _communication(
+    world: World, hosts: list[list[int]], quick: bool, stage: Callable[[str], None]
+) -> tuple[list[CommPoint], list[list[float]]]:
+    """Points of every tier and group size; and the matrix of all pairs, where there is more than one kind of link."""
+    cuda, size = world.device.type == "cuda", world.mesh.world_size
+    sizes, repeats = links.GPU_SIZES if cuda else links.CPU_SIZES, QUICK_REPEATS if quick else REPEATS
+    stage("collectives")
+    points: list[CommPoint] = []
+    for number, (tier, groups) in enumerate(links.partitions(hosts)):
+        group = world.partition(f"calibrate {number}", groups)
+        points += links.collectives(world, tier, group, sizes, repeats)
+        if len(groups[0]) == 2:
+            points += links.messages(world, tier, [(a, b) for a, b in groups], sizes, repeats)
+    stage("pairs of ranks")
+    wanted = size > 2 and (cuda or len(hosts) > 1) and size <= MOST_RANKS_IN_MATRIX
+    return points, links.matrix(world) if wanted else []
+
+
+def _topology(
+    world: World, hosts: list[list[int]], measured: Measured, points: list[CommPoint], matrix: list[list[float]]
+) -> Topology:
+    size, source = world.mesh.world_size, f"plait calibrate, torch {torch.__version__}"
+    measured = dataclasses.replace(measured, comm=tuple(points), links=tuple(map(tuple, matrix)))
+    device = _device(world, measured, len(hosts[0]), source)
+    sizes = {links.HOST: len(hosts[0]), links.NETWORK: size}
+    tiers = [
+        fit_tier(name, sizes[name], [point for point in points if point.tier == name], source)
+        for name in (links.HOST, links.NETWORK)
+        if any(point.tier == name for point in points)
+    ]
+    if not tiers:  # one rank: it has nobody to talk to, and reaches itself as fast as its memory
+        assert measured.launch is not None
+        alone = Tier(name=links.HOST, size=1, bandwidth=device.bandwidth, latency=measured.launch, source=source)
+        tiers = [alone]
+    name = socket.gethostname()
+    return Topology(name=name, device=device, devices=size, tiers=tuple(tiers), measured=measured, source=source)
+
+
+def _device(world: World, measured: Measured, ranks_here: int, source: str) -> Device:
+    assert measured.bandwidth is not None
+    best = peaks(measured.gemm)
+    if world.device.type == "cpu":
+        return Device(
+            name=_cpu_name(),
+            memory=host_memory() / ranks_here,
+            peaks=best,
+            bandwidth=measured.bandwidth,
+            kind="cpu",
+            source=f"{source}, {torch.get_num_threads()} threads a rank, {ranks_here} ranks",
+        )
+    facts = torch.cuda.get_device_properties(world.device)
+    memory = float(facts.total_memory)
+    sheet = known_device(facts.name, memory)
+    if sheet is not None:
+        return dataclasses.replace(sheet, memory=memory)
+    return Device(name=facts.name, memory=memory, peaks=best, bandwidth=measured.bandwidth, source=source)
+
+
+def _cpu_name() -> str:
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text(encoding="utf-8", errors="replace").splitlines() if info.is_file() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def summary(found: Topology) -> dict[str, object]:
+    """The figures that say most, as JSON values."""
+    measured = found.measured
+    return {
+        "name": found.name,
+        "device": found.device.name,
+        "devices": found.devices,
+        "cores": found.cores,
+        "memory_bytes": found.device.memory,
+        "peak_flops": dict(found.device.peaks),
+        "best_flops": peaks(measured.gemm),
+        "bandwidth": measured.bandwidth,
+        "optimizer_bandwidth": measured.optimizer_bandwidth,
+        "launch_s": measured.launch,
+        "tiers": [
+            {"name": t.name, "size": t.size, "bandwidth": t.bandwidth, "latency_s": t.latency} for t in found.tiers
+        ],
+        "shares": [{"ranks": share.ranks, "best_flops": peaks(share.measured.gemm)} for share in found.shares],
+        "points": {"gemm": len(measured.gemm), "attention": len(measured.attention), "comm": len(measured.comm)},
+    }
+
+
+def show(found: Topology, target: Path, console: Console) -> None:
+    """A table of what a rank gets, by number of ranks, and the links."""
+    table = Table(title=f"{found.device.name}: what one rank gets", title_justify="left")
+    for column in ("ranks", "products, GFLOP/s", "memory, GB/s", "optimizer, GB/s", "a launch, us"):
+        table.add_column(column, justify="right")
+    rows = [(share.ranks, share.measured) for share in found.shares] or [(found.devices, found.measured)]
+    for ranks, measured in rows:
+        rates = ", ".join(f"{precision} {rate / 1e9:,.0f}" for precision, rate in peaks(measured.gemm).items())
+        speeds = [f"{(value or 0) / 1e9:,.1f}" for value in (measured.bandwidth, measured.optimizer_bandwidth)]
+        table.add_row(str(ranks), rates, *speeds, f"{(measured.launch or 0) * 1e6:.1f}")
+    console.print(table)
+    for tier in found.tiers:
+        console.print(f"{tier.name}: {tier.bandwidth / 1e9:,.2f} GB/s a rank, {tier.latency * 1e6:,.1f} us a message")
+    console.print(f"written: {target}", soft_wrap=True)
