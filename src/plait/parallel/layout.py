@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -42,8 +43,11 @@ def model_shape(config: ModelConfig) -> ModelShape:
 
 def stage_layers(config: ModelConfig, plan: Plan) -> tuple[int, ...]:
     """Layers of each virtual stage: the plan's own, or balanced by matrix products (the head is worth its product)."""
-    if plan.stages is not None:
-        return plan.stages
+    return plan.stages if plan.stages is not None else _balanced(config, plan.stage_count)
+
+
+@functools.lru_cache(maxsize=1024)  # a search asks for the same cut for thousands of plans
+def _balanced(config: ModelConfig, stages: int) -> tuple[int, ...]:
     costs = [0.0] * config.num_layers
     for name, shape in parameter_shapes(config).items():
         part = name.split(".")
@@ -51,7 +55,7 @@ def stage_layers(config: ModelConfig, plan: Plan) -> tuple[int, ...]:
             # Of a layer's experts a token meets some.
             share = config.moe.top_k / config.moe.num_experts if len(shape) == 3 and config.moe is not None else 1.0
             costs[int(part[1])] += math.prod(shape) * share
-    return cut_stages(costs, plan.stage_count, 0.0, float(config.vocab_size * config.hidden_size))
+    return cut_stages(costs, stages, 0.0, float(config.vocab_size * config.hidden_size))
 
 
 def stage_bounds(layers: Sequence[int]) -> tuple[tuple[int, int], ...]:
