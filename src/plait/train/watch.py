@@ -102,6 +102,9 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func is _ATEN.bincount.default:
             size = kwargs.get("minlength", args[2] if len(args) > 2 else 0)
             return torch.empty(size, dtype=torch.int64, device=x.device)
+        if func is _ATEN.index.Tensor and args[1][0] is not None and args[1][0].dtype == torch.bool:
+            # Which rows are padding, or beyond an expert's capacity: at most all of them.
+            return x.flatten(0, args[1][0].dim() - 1).clone()
         return None
 
     # --- live bytes
