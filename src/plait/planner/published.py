@@ -66,6 +66,8 @@ def notes(row: Row) -> tuple[str, ...]:
         said.append("alternating windows as one window in every layer that sees as many keys")
     if row.recompute == "unknown":
         said.append("recomputation is not stated: taken as none")
+    if row.flags.get("set") == "single":
+        said.append("recomputation is assumed by the row and doubtful: taken as none")
     if row.layout["schedule"] in ("zb-1p", "zb-2p"):
         said.append(f"{row.layout['schedule']} (searched) as {_schedule(row)}")
     if row.flags.get("optimizer") == "muon":
@@ -188,6 +190,9 @@ def _plan(row: Row) -> Plan:
 
 def _recompute(row: Row) -> str:
     if row.recompute == "unknown":
+        return "none"
+    if row.flags.get("set") == "single" and "recompute" in row.assumed:
+        # With recomputation, as the simulator beside them says, these rows would reach 61% of the A100's peak.
         return "none"
     layers = row.model["layers"]
     if row.flags.get("recompute_num_layers") and row.layout["pp"] == 1:
