@@ -27,10 +27,11 @@ from plait.models.config import ModelConfig
 from plait.models.decoder import Block, Decoder
 from plait.models.init import InitSource, initialise
 from plait.parallel.block_attention import Sum, attend, attend_backward, merge
-from plait.parallel.context import CONTEXTS, context_attend, kv_heads_of, order, padded, take
+from plait.parallel.chunks import kv_heads_of, padded, pieces, zigzag
+from plait.parallel.context import CONTEXTS, context_attend, order, take
 from plait.parallel.recompute import RecomputedAttend, RecomputedBlock
 from plait.parallel.ring_attention import RingAttend
-from plait.parallel.zigzag import in_order, out_of_order, pieces, zigzag
+from plait.parallel.zigzag import in_order, out_of_order
 from tests.parallel.cuts import GPT2, LLAMA, Run, count, global_batch, one_process, relative, rows
 from tests.pool import Connect, Pool
 

@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 
 from plait.comm.group import Alone, Book
 from plait.core.shard import Cut, Section, ShardSpec
-from plait.parallel.flat import Bucket, Held, bucket_groups, counted_ranges, decays, overlap, square_sum
+from plait.parallel.flat import Bucket, Held, counted_ranges, overlap, square_sum
 from plait.parallel.fold import Fold
 from plait.parallel.grads import Deferred
+from plait.parallel.grouping import bucket_groups, decays
 from plait.parallel.reducer import Exact
 
 

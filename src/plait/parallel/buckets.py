@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from plait.parallel.flat import ALIGN, Bucket, Held, decays
+from plait.parallel.flat import Bucket, Held
 from plait.parallel.fold import Fold
+from plait.parallel.grouping import bucket_length, decays
 
 
 def make_bucket(
@@ -22,8 +23,7 @@ def make_bucket(
     """The bucket of ``held``, all trained or all frozen, its parameters put into their modules."""
     trained = held[0].trained
     offsets = [sum(one.numel for one in held[:index]) for index in range(len(held))]
-    step = ALIGN * fold.shards
-    length = -(-sum(one.numel for one in held) // step) * step
+    length = bucket_length(sum(one.numel for one in held), fold.shards)
     size = length // fold.shards
     shard = slice(fold.index * size, (fold.index + 1) * size)
     dtype = held[0].dtype or dtype

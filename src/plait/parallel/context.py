@@ -9,7 +9,6 @@ runs hands the tokens over in sample order without a permutation.
 from __future__ import annotations
 
 import dataclasses
-import math
 from typing import final
 
 import torch
@@ -21,22 +20,13 @@ from plait.comm.group import Group
 from plait.core.errors import PlanError
 from plait.models.attention import Attend
 from plait.models.batch import IGNORE, Batch
+from plait.parallel.chunks import kv_heads_of, padded, zigzag
 from plait.parallel.ring_attention import GatherAttend, RingAttend, Wire
-from plait.parallel.zigzag import zigzag
 
 CONTEXTS = ("ring", "ulysses", "gather")
 """Values of ``plan.context``."""
 PADDING_DOCUMENT = -1
 """Padding never attends to documents, nor they to it."""
-
-
-def padded(seq: int, size: int, context: str, multiple: int = 1) -> int:
-    """The length that samples of ``seq`` tokens are padded to, so that ``size`` ranks hold parts of one length.
-
-    ``multiple``: what the length of a part divides by (``tp`` under sequence parallel).
-    """
-    unit = size * (multiple if context == "ulysses" else math.lcm(2, multiple))
-    return -(-seq // unit) * unit
 
 
 def _columns(seq: int, size: int, index: int, context: str) -> list[tuple[int, int]]:
@@ -148,17 +138,3 @@ class UlyssesAttend(Attend):
         parts = torch.unflatten(out, 2, (self.group.size, -1)).permute(2, 0, 3, 1, 4).contiguous()
         received = apply(parts, self.group, EXCHANGE)
         return received.permute(1, 0, 3, 2, 4).flatten(1, 2)
-
-
-def kv_heads_of(heads: int, kv_heads: int, size: int) -> list[int]:
-    """The key/value heads that each rank's ``heads / size`` query heads use, one rank after the other.
-
-    The same number for each rank: all different where ``kv_heads`` or ``size`` divides the other, else one for each
-    query head.
-    """
-    if kv_heads % size == 0:
-        return list(range(kv_heads))
-    shared = heads // kv_heads
-    if size % kv_heads == 0:
-        return [rank * (heads // size) // shared for rank in range(size)]
-    return [head // shared for head in range(heads)]

@@ -6,8 +6,7 @@ Arithmetic and views only; what is communicated is `plait.parallel.zero`'s busin
 from __future__ import annotations
 
 import math
-import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -17,11 +16,9 @@ from plait.comm.group import Pending
 from plait.core.shard import Copies, Piece, ShardSpec
 from plait.parallel.fold import Fold
 from plait.parallel.grads import Deferred, Slot
+from plait.parallel.grouping import is_data, place_of, runs
 from plait.parallel.linear import Fused
-from plait.parallel.rules import DATA_AXES, EXPERT_DATA_AXES
 
-ALIGN = 16
-"""Shards begin at multiples of this many elements (64 bytes of fp32)."""
 _NORM_BLOCK = 4096
 
 
@@ -52,12 +49,7 @@ class Held:
 
     def runs(self) -> list[tuple[tuple[Copies, ...], slice]]:
         """The flat tensor as stretches of elements with the same holders."""
-        holders = [piece.copies for piece in self.pieces]
-        if all(copies == holders[0] for copies in holders):
-            return [(holders[0], slice(0, self.numel))]
-        # Blocks with different holders are sections of dim 0: runs of whole rows.
-        row = math.prod(self.shape[1:])
-        return [(p.copies, slice(p.local[0][0] * row, p.local[0][1] * row)) for p in self.pieces]
+        return runs(self.pieces, self.shape)
 
 
 @dataclass(kw_only=True)
@@ -149,49 +141,6 @@ def square_sum(flat: Tensor) -> Tensor:
 def overlap(start: int, stop: int, window: slice) -> slice | None:
     begin, end = max(start, window.start), min(stop, window.stop)
     return slice(begin, end) if begin < end else None
-
-
-def is_data(axis: str) -> bool:
-    """Whether ranks along ``axis`` see other data, in either fold."""
-    return axis in DATA_AXES or axis in EXPERT_DATA_AXES
-
-
-def decays(one: Held) -> bool:
-    """Decoupled weight decay acts on tensors of two or more dims only: not on norms and biases."""
-    return len(one.spec.shape) >= 2
-
-
-def place_of(name: str) -> int:
-    """Where in the model's forward a parameter is used first: -1 the embedding, i layer i, more than any: the rest."""
-    part, _, rest = name.partition(".")
-    if part == "layers":
-        return int(rest.partition(".")[0])
-    return -1 if part == "embed" else sys.maxsize
-
-
-def bucket_groups(held: Sequence[Held], bucket_bytes: int, *, by_place: bool = False) -> list[list[Held]]:
-    """Parameters that may share a bucket, in the order in which backward completes them.
-
-    ``by_place``: none has parameters of two layers, so that each layer can be gathered by itself.
-    """
-    kinds: dict[tuple[object, ...], list[Held]] = {}
-    for one in reversed(held):
-        partial = any(copies.partial and not is_data(copies.axis) for piece in one.pieces for copies in piece.copies)
-        # Partial ones apart: their layout is then the same on all their holders, whatever is cut unevenly elsewhere.
-        # A tied weight is the same on both its stages for the same reason.
-        kind = (one.stage, one.tied, decays(one), partial, one.spec.expert, one.dtype)
-        kinds.setdefault((*kind, place_of(one.name) if by_place else 0), []).append(one)
-    groups: list[list[Held]] = []
-    for members in kinds.values():
-        filled = bucket_bytes
-        for one in members:
-            size = 4 * math.prod(one.shape)
-            if filled + size > bucket_bytes:
-                groups.append([])
-                filled = 0
-            groups[-1].append(one)
-            filled += size
-    return groups
 
 
 def counted_ranges(bucket: Bucket, at: Mapping[str, int]) -> list[slice]:

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from plait.comm.group import Pending
-from plait.parallel.flat import Bucket, attach, place_of
+from plait.parallel.flat import Bucket, attach
 from plait.parallel.grads import Slot
+from plait.parallel.grouping import place_of
 from plait.schedule.ir import Kind
 
 

@@ -19,7 +19,8 @@ from plait.comm.group import Group, Pending
 from plait.models.attention import Attend
 from plait.models.batch import Batch
 from plait.parallel.block_attention import Sum, wide
-from plait.parallel.zigzag import Flow, Into, View, in_order, out_of_order, zigzag
+from plait.parallel.chunks import zigzag
+from plait.parallel.zigzag import Flow, Into, View, in_order, out_of_order
 
 
 class Wire(Protocol):

@@ -26,9 +26,10 @@ from plait.comm.world import World
 from plait.core.shard import Piece, ShardSpec
 from plait.models.decoder import Decoder
 from plait.parallel.buckets import make_bucket
-from plait.parallel.flat import Bucket, Held, bucket_groups, counted_ranges, decays, is_data, square_sum
+from plait.parallel.flat import Bucket, Held, counted_ranges, square_sum
 from plait.parallel.fold import holders, make_folds
 from plait.parallel.gathered import Gathered
+from plait.parallel.grouping import bucket_groups, decays, is_data
 from plait.parallel.reducer import Exact, Reducer
 from plait.parallel.reduction import AtEnd, PerAction, Reduction
 from plait.schedule.ir import Kind
