@@ -29,6 +29,11 @@ class Device:
     """``gpu``, ``tpu`` or ``cpu``."""
     source: str = ""
 
+    def slowed(self, factor: float) -> Device:
+        """The same where it computes only 1 / ``factor`` of the time."""
+        peaks = {precision: peak / factor for precision, peak in self.peaks.items()}
+        return replace(self, peaks=peaks, bandwidth=self.bandwidth / factor)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Tier:
@@ -96,6 +101,21 @@ class Measured:
     links: tuple[tuple[float, ...], ...] = ()
     """Rank-to-rank bytes/s, 0 on the diagonal."""
 
+    def slowed(self, factor: float) -> Measured:
+        """The same where a rank computes only 1 / ``factor`` of the time. Communication as it is."""
+        gemm = tuple(replace(point, seconds=point.seconds * factor) for point in self.gemm)
+        attention = tuple(
+            replace(point, forward=point.forward * factor, backward=point.backward * factor) for point in self.attention
+        )
+        return replace(
+            self,
+            gemm=gemm,
+            attention=attention,
+            bandwidth=self.bandwidth and self.bandwidth / factor,
+            optimizer_bandwidth=self.optimizer_bandwidth and self.optimizer_bandwidth / factor,
+            launch=self.launch and self.launch * factor,
+        )
+
 
 @dataclass(frozen=True, kw_only=True)
 class Share:
@@ -145,13 +165,18 @@ class Topology:
         """The same cluster with another number of devices.
 
         On a host whose processes share its cores, a device is then the share of one of so many: the measured one with
-        the nearest number of ranks, at least as many where there is one.
+        the nearest number of ranks, at least as many where there is one; beyond the most that was measured, ranks take
+        turns on the cores, and share the memory.
         """
         if not self.shares:
             return replace(self, devices=devices)
         enough = [share for share in self.shares if share.ranks >= devices]
         share = min(enough, key=lambda s: s.ranks) if enough else max(self.shares, key=lambda s: s.ranks)
-        return replace(self, devices=devices, device=share.device, measured=share.measured)
+        turns = max(1.0, devices / max(share.ranks, self.cores or 1))
+        device = share.device.slowed(turns)
+        if not enough:
+            device = replace(device, memory=device.memory * share.ranks / devices)
+        return replace(self, devices=devices, device=device, measured=share.measured.slowed(turns))
 
     def tier_index(self, ranks: Sequence[int]) -> int:
         """Index of the innermost tier with a domain that holds all ``ranks``; the last one where none does."""

@@ -55,13 +55,22 @@ def known_device(driver_name: str, memory: float) -> Device | None:
 def joined(parts: Sequence[Topology], *, cores: int) -> Topology:
     """One cluster of what numbers of ranks of a CPU host measured, each as a `Topology` of so many devices.
 
-    The cluster has as many devices as cores, or the most that were measured below; links are those of that number
-    (with more ranks than cores, a message waits for its reader's turn).
+    Ranks beyond the cores, which measured their communication alone, take turns: they compute at the rate of those that
+    fill the cores, so much of the time. The cluster has as many devices as cores, or the most that were measured below;
+    links are those of that number (with more ranks than cores, a message waits for its reader's turn).
     """
     ordered = sorted(parts, key=lambda part: part.devices)
-    shares = tuple(Share(ranks=part.devices, device=part.device, measured=part.measured) for part in ordered)
     several = [part for part in ordered if part.devices > 1] or ordered
     base = next((part for part in reversed(several) if part.devices <= cores), several[0])
+    full = max((part for part in ordered if part.measured.gemm), key=lambda part: part.devices)
+    shares = []
+    for part in ordered:
+        device, measured = part.device, part.measured
+        if not measured.gemm:
+            turns = part.devices / max(full.devices, cores)
+            device = replace(full.device.slowed(turns), memory=part.device.memory)
+            measured = replace(full.measured.slowed(turns), comm=measured.comm, links=measured.links)
+        shares.append(Share(ranks=part.devices, device=device, measured=measured))
     size = ordered[-1].devices
     tiers = (*base.tiers[:-1], replace(base.tiers[-1], size=max(size, base.tiers[-1].size)))
-    return replace(base, tiers=tiers, cores=cores, shares=shares)
+    return replace(base, tiers=tiers, cores=cores, shares=tuple(shares))

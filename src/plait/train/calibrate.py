@@ -38,6 +38,8 @@ BUDGET, QUICK_BUDGET = 0.04, 0.01
 REPEATS, QUICK_REPEATS = 20, 6
 """Calls of a small collective."""
 STAGES = 6
+_NOT_MEASURED = 1e9
+"""Stands in a share that measured its communication alone, for `joined` to replace."""
 MOST_RANKS_IN_MATRIX = 4096
 
 
@@ -63,7 +65,8 @@ def run(
         _writable(target)
     with tempfile.TemporaryDirectory(prefix="plait-calibrate-") as folder:
         for count in counts:
-            args = [folder, quick, not as_json, " ".join(map(str, counts))]
+            computes = place is not None or count <= cores() or len(counts) == 1
+            args = [folder, quick, not as_json, computes, ", ".join(map(str, counts))]
             launch("plait.train.calibrate:run_rank", processes=count, args=args, device=device, timeout=timeout)
         if not chief:
             return 0
@@ -83,7 +86,7 @@ def _counts(processes: Sequence[int] | None, device: str, quick: bool) -> list[i
     if processes is not None:
         if not processes or min(processes) < 1:
             raise ConfigError(f"processes={list(processes)}: expected numbers of ranks, at least 1 each")
-        return sorted(set(processes))
+        return sorted({*processes, min(cores(), max(processes))})
     gpus = torch.cuda.device_count() if device != "cpu" else 0
     if gpus:
         return [gpus]
@@ -99,7 +102,7 @@ def _writable(target: Path) -> None:
         raise ConfigError(f"cluster file {target} cannot be written: expected a path that may be written")
 
 
-def run_rank(worker: Worker, folder: str, quick: bool, shown: bool, counts: str) -> None:
+def run_rank(worker: Worker, folder: str, quick: bool, shown: bool, computes: bool, counts: str) -> None:
     """One of the ranks that measure. Rank 0 leaves ``<world size>.toml`` in its ``folder``."""
     size = worker.place.world_size
     world = worker.connect(Mesh(dp=size))
@@ -108,7 +111,6 @@ def run_rank(worker: Worker, folder: str, quick: bool, shown: bool, counts: str)
         device=world.device,
         barrier=everyone.barrier,
         budget=QUICK_BUDGET if quick else BUDGET,
-        crowded=world.device.type == "cpu" and worker.place.local_size > cores(),
     )
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     chief = world.rank == 0
@@ -118,7 +120,8 @@ def run_rank(worker: Worker, folder: str, quick: bool, shown: bool, counts: str)
         def stage(name: str) -> None:
             progress.update(task, advance=1, description=f"{size} of {counts} ranks: {name}", refresh=True)
 
-        measured = _compute(bench, quick, stage)
+        # Ranks that take turns on a core compute as one that has it, for their share of the time: see `joined`.
+        measured = _compute(bench, quick, stage) if computes else Measured()
         hosts = _hosts(world)
         points, matrix = _communication(world, hosts, quick, stage)
     if chief:
@@ -185,22 +188,22 @@ def _topology(
         if any(point.tier == name for point in points)
     ]
     if not tiers:  # one rank: it has nobody to talk to, and reaches itself as fast as its memory
-        assert measured.launch is not None
-        alone = Tier(name=links.HOST, size=1, bandwidth=device.bandwidth, latency=measured.launch, source=source)
+        latency = measured.launch or 1e-6
+        alone = Tier(name=links.HOST, size=1, bandwidth=device.bandwidth, latency=latency, source=source)
         tiers = [alone]
     name = socket.gethostname()
     return Topology(name=name, device=device, devices=size, tiers=tuple(tiers), measured=measured, source=source)
 
 
 def _device(world: World, measured: Measured, ranks_here: int, source: str) -> Device:
-    assert measured.bandwidth is not None
-    best = peaks(measured.gemm)
+    best = peaks(measured.gemm) or {"fp32": _NOT_MEASURED}
+    bandwidth = measured.bandwidth or _NOT_MEASURED
     if world.device.type == "cpu":
         return Device(
             name=_cpu_name(),
             memory=host_memory() / ranks_here,
             peaks=best,
-            bandwidth=measured.bandwidth,
+            bandwidth=bandwidth,
             kind="cpu",
             source=f"{source}, {torch.get_num_threads()} threads a rank, {ranks_here} ranks",
         )
@@ -209,7 +212,7 @@ def _device(world: World, measured: Measured, ranks_here: int, source: str) -> D
     sheet = known_device(facts.name, memory)
     if sheet is not None:
         return dataclasses.replace(sheet, memory=memory)
-    return Device(name=facts.name, memory=memory, peaks=best, bandwidth=measured.bandwidth, source=source)
+    return Device(name=facts.name, memory=memory, peaks=best, bandwidth=bandwidth, source=source)
 
 
 def _cpu_name() -> str:

@@ -28,7 +28,6 @@ CPU_SHAPES = tuple((m, n, k) for m in (128, 512, 2048) for n, k in _CPU_LAYERS)
 GPU_ATTENTION = ((1, 32, 8, 2048, 128), (1, 32, 8, 8192, 128), (4, 8, 2, 4096, 128))
 CPU_ATTENTION = ((1, 8, 4, 256, 64), (2, 8, 4, 512, 64), (4, 4, 2, 512, 64), (1, 8, 8, 1024, 64))
 """(batch, heads, kv heads, tokens, head dim)."""
-WINDOWS = 4
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -40,21 +39,17 @@ class Bench:
     barrier: Callable[[], None]
     budget: float
     """Seconds of one measurement."""
-    crowded: bool
-    """More ranks than cores: a call's time is then a mean, the turns of the others included."""
 
     def seconds(self, work: Callable[[], object]) -> float:
         """Of one call of ``work``, in the steady state, while every rank does the same.
 
-        The lower quartile, or the least of a few windows: what else the machine does now is not what is asked.
+        The lower quartile: what else the machine does now is not what is asked.
         """
         for _ in range(WARM):
             work()
         self.barrier()
         if self.device.type == "cuda":
             return self._on_stream(work)
-        if self.crowded:
-            return min(self._mean(work) for _ in range(WINDOWS))
         times: list[float] = []
         begin = last = perf_counter()
         while last - begin < self.budget or len(times) < 4:
@@ -63,15 +58,6 @@ class Bench:
             times.append(now - last)
             last = now
         return quantiles(times, n=4)[0]
-
-    def _mean(self, work: Callable[[], object]) -> float:
-        begin = now = perf_counter()
-        calls = 0
-        while now - begin < self.budget / 2:
-            work()
-            calls += 1
-            now = perf_counter()
-        return (now - begin) / calls
 
     def _on_stream(self, work: Callable[[], object]) -> float:
         torch.cuda.synchronize()

@@ -1,0 +1,305 @@
+"""Predicted beside measured on this machine: step time and peak memory of plans on 1, 2 and 4 processes.
+
+    python benchmarks/predicted.py [--rounds 3] [--steps 2] [--cluster FILE] [--only TEXT] [--json FILE]
+
+Calibrates (or reads a cluster file), predicts every plan, then runs them all in turn, round after round, through
+plait's own step. A plan's time is the median of its steps, of those in which other programs took next to nothing where
+there are enough of them, else of the least disturbed. Memory is what the fullest rank's anonymous memory rose by. The
+last lines say how far off predictions are, whether they rank the plans right, and what the planner's choice loses to
+the best.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import gc
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
+
+from plait.comm.world import World
+from plait.core.cluster_file import load
+from plait.core.plan import Plan
+from plait.core.topology import Topology
+from plait.models.batch import Batch
+from plait.models.config import PRESETS
+from plait.models.decoder import Decoder
+from plait.models.init import InitSource
+from plait.parallel.apply import Parallel, parallelize
+from plait.planner.cost import predict
+from plait.planner.job import Job
+from plait.planner.local import practice
+from plait.train import calibrate
+from plait.train.launch import Worker, launch
+
+MODEL = replace(PRESETS["bench"], num_layers=4, vocab_size=4096)
+SEQ, BATCH = 256, 8
+PLANS = {
+    1: ("micro=2", "micro=8", "micro=2 recompute=full"),
+    2: (
+        "dp=2 micro=2",
+        "dp=2 micro=4 zero=1",
+        "dp=2 micro=2 zero=3",
+        "tp=2 micro=2",
+        "tp=2 micro=8",
+        "pp=2 micro=1",
+        "pp=2 micro=4",
+        "pp=2 micro=1 schedule=zb-h1",
+        "pp=2 virtual=2 schedule=interleaved micro=2",
+        "pp=2 micro=2 recompute=full",
+        "cp=2 micro=2",
+    ),
+    4: ("dp=4 micro=2", "tp=2 dp=2 micro=2", "pp=2 dp=2 micro=1", "tp=2 pp=2 micro=2", "pp=4 micro=1"),
+}
+"""Processes -> plans."""
+QUIET = 0.1
+"""Cores that other programs may take during a step that counts."""
+LEAST_STEPS = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One plan on a number of processes, what was predicted, and what was measured."""
+
+    processes: int
+    plan: str
+    predicted: float
+    predicted_memory: float | None
+    measured: float
+    memory: float
+    foreign: float
+    """Cores that others took, the median of the steps that count."""
+
+    @property
+    def error(self) -> float:
+        return self.predicted / self.measured - 1
+
+
+def run_rank(worker: Worker, plans: Sequence[str], steps: int, path: str) -> None:
+    """One rank: every plan in turn is built, warmed up, stepped, measured, and left."""
+    store, rank, size = next(iter(rendezvous("env://"))) if worker.place.world_size > 1 else (None, 0, 1)
+    rows = []
+    for number, text in enumerate(plans):
+        plan = Plan.parse(text).resolve(size)
+        _settle()
+        before = _status("RssAnon")
+        if store is None:
+            world = World.alone()
+        else:
+            cpu = torch.device("cpu")
+            world = World.connect(plan.mesh(size), device=cpu, store=PrefixStore(str(number), store), rank=rank)
+        rows.append(_measure(world, plan, steps, before))
+        world.close()
+        gc.collect()
+    if rank == 0:
+        Path(path).write_text(json.dumps(rows), encoding="utf-8")
+
+
+def _measure(world: World, plan: Plan, steps: int, before: int) -> dict[str, Any]:
+    with torch.device("meta"):
+        model = Decoder(MODEL)
+    parallel = parallelize(model, plan, world, weights=InitSource(MODEL, 0))
+    decay, rest = parallel.zero.optimizer_groups()
+    groups = [{"params": decay, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW([group for group in groups if group["params"]], lr=1e-4, fused=True)
+    everyone = world.group("pp", "dp", "cp", "tp")
+    _step(parallel, optimizer, 0)
+    Path("/proc/self/clear_refs").write_text("5")  # the peak starts again from here (proc(5))
+    taken = []
+    for step in range(1, steps + 1):
+        everyone.barrier()
+        busy, own, begin = _busy(), _own(), time.perf_counter()
+        _step(parallel, optimizer, step)
+        everyone.barrier()
+        seconds = time.perf_counter() - begin
+        used = torch.tensor([_own() - own], dtype=torch.float64)
+        mine = float(everyone.all_reduce(used).wait())
+        taken.append((seconds, max(0.0, (_busy() - busy - mine) / seconds)))
+    peak = _status("VmHWM") - (_status("VmRSS") - _status("RssAnon")) - before
+    most = everyone.all_reduce(torch.tensor([peak], dtype=torch.float64), "max").wait()
+    return {"steps": taken, "memory": float(most)}
+
+
+def _step(parallel: Parallel, optimizer: torch.optim.Optimizer, step: int) -> None:
+    """What `plait.train.step` does, on tokens drawn here."""
+    plan, world = parallel.plan, parallel.world
+    assert plan.dp is not None
+    generator = torch.Generator().manual_seed(step)
+    tokens_BT = torch.randint(MODEL.vocab_size, (BATCH, SEQ + 1), generator=generator)
+    share = BATCH // plan.dp
+    first = world.at["dp"] * share
+    batches = [
+        Batch(
+            tokens_BT=tokens_BT[at : at + plan.micro, :-1],
+            targets_BT=tokens_BT[at : at + plan.micro, 1:],
+            sample_B=torch.arange(at, at + plan.micro),
+            step=step,
+        )
+        for at in range(first, first + share, plan.micro)
+    ]
+    parallel.forward_backward(batches, BATCH * SEQ)
+    norm = parallel.share_loss(torch.zeros(()), parallel.zero.square_norm())[1].sqrt().item()
+    if norm > 1.0:
+        parallel.zero.scale_gradients(1.0 / norm)
+    optimizer.step()
+    parallel.zero.publish()
+
+
+def _settle() -> None:
+    gc.collect()
+    ctypes.CDLL("libc.so.6").malloc_trim(0)
+
+
+def _status(what: str) -> int:
+    """Bytes of a line of /proc/self/status."""
+    lines = Path("/proc/self/status").read_text(encoding="ascii", errors="replace").splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{what}:"))
+
+
+def _busy() -> float:
+    """Seconds that all cores of this machine have worked."""
+    words = Path("/proc/stat").read_text(encoding="ascii").split("\n", 1)[0].split()[1:]
+    idle = int(words[3]) + int(words[4])
+    return (sum(map(int, words[:8])) - idle) / os.sysconf("SC_CLK_TCK")
+
+
+def _own() -> float:
+    times = os.times()
+    return times.user + times.system
+
+
+def run_plans(rounds: int, steps: int, plans: dict[int, list[str]]) -> dict[tuple[int, str], list[dict[str, Any]]]:
+    """(processes, plan) -> what each round measured."""
+    found: dict[tuple[int, str], list[dict[str, Any]]] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for turn in range(rounds):
+            for processes, texts in plans.items():
+                # Every other round backwards, so that no plan always follows the same one.
+                order = texts if turn % 2 == 0 else texts[::-1]
+                path = Path(folder) / "rows.json"
+                launch(run_rank, processes=processes, args=[order, steps, str(path)], device="cpu", timeout=300.0)
+                for text, row in zip(order, json.loads(path.read_text(encoding="utf-8")), strict=True):
+                    found.setdefault((processes, text), []).append(row)
+                print(f"round {turn + 1} of {rounds}, {processes} processes", file=sys.stderr, flush=True)
+    return found
+
+
+def job_of(text: str, processes: int, topology: Topology) -> Job:
+    here = topology.with_devices(processes)
+    plan = Plan.parse(text).resolve(processes)
+    return Job(model=MODEL, plan=plan, topology=here, seq=SEQ, global_batch=BATCH, practice=practice(here))
+
+
+def memory_of(job: Job) -> float | None:
+    """Bytes of the fullest rank."""
+    from plait.planner.memory import memory
+
+    return memory(job).fullest.peak
+
+
+def case_of(key: tuple[int, str], rows: Sequence[dict[str, Any]], topology: Topology) -> Case:
+    processes, text = key
+    job = job_of(text, processes, topology)
+    steps = sorted((tuple(step) for row in rows for step in row["steps"]), key=lambda step: step[1])
+    quiet = [step for step in steps if step[1] <= QUIET]
+    counted = quiet if len(quiet) >= LEAST_STEPS else steps[:LEAST_STEPS]
+    return Case(
+        processes=processes,
+        plan=text,
+        predicted=predict(job).step_time,
+        predicted_memory=memory_of(job),
+        measured=statistics.median(seconds for seconds, _ in counted),
+        memory=statistics.median(row["memory"] for row in rows),
+        foreign=statistics.median(foreign for _, foreign in counted),
+    )
+
+
+def spearman(a: Sequence[float], b: Sequence[float]) -> float:
+    """Rank correlation of two lists without ties."""
+    ranks = [[sorted(values).index(value) for value in values] for values in (a, b)]
+    n = len(a)
+    return 1 - 6 * sum((x - y) ** 2 for x, y in zip(*ranks, strict=True)) / (n * (n * n - 1))
+
+
+def verdict(cases: Sequence[Case]) -> dict[str, Any]:
+    errors = [abs(case.error) for case in cases]
+    chosen = min(cases, key=lambda case: case.predicted)
+    best = min(cases, key=lambda case: case.measured)
+    memory = [abs(c.predicted_memory / c.memory - 1) for c in cases if c.predicted_memory is not None]
+    return {
+        "plans": len(cases),
+        "median_error": statistics.median(errors),
+        "worst_error": max(errors),
+        "spearman": spearman([c.predicted for c in cases], [c.measured for c in cases]),
+        "chosen": f"{chosen.processes}: {chosen.plan}",
+        "best": f"{best.processes}: {best.plan}",
+        "regret": chosen.measured / best.measured - 1,
+        "median_memory_error": statistics.median(memory) if memory else None,
+    }
+
+
+def show(cases: Sequence[Case], said: dict[str, Any]) -> None:
+    table = Table(
+        "processes", "plan", "measured, s", "predicted, s", "error", "memory, MB", "predicted", "others, cores"
+    )
+    for case in cases:
+        foreseen = "" if case.predicted_memory is None else f"{case.predicted_memory / 1e6:,.0f}"
+        table.add_row(
+            str(case.processes),
+            case.plan,
+            f"{case.measured:.3f}",
+            f"{case.predicted:.3f}",
+            f"{case.error:+.1%}",
+            f"{case.memory / 1e6:,.0f}",
+            foreseen,
+            f"{case.foreign:.2f}",
+        )
+    Console(width=130).print(table)
+    for name, value in said.items():
+        print(f"{name}: {value if isinstance(value, str | int) or value is None else f'{value:.3f}'}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=2)
+    parser.add_argument("--cluster", type=Path, help="a cluster file of this machine; without it, calibrates")
+    parser.add_argument("--only", default="", help="plans whose text contains this")
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    plans = {n: [text for text in texts if args.only in text] for n, texts in PLANS.items()}
+    plans = {n: texts for n, texts in plans.items() if texts}
+    with tempfile.TemporaryDirectory() as folder:
+        file = args.cluster or Path(folder) / "cluster.toml"
+        if args.cluster is None:
+            calibrate.run(file, device="cpu")
+        topology = load(file)
+    rows = run_plans(args.rounds, args.steps, plans)
+    cases = [case_of(key, found, topology) for key, found in rows.items()]
+    said = verdict(cases)
+    show(cases, said)
+    if args.json is not None:
+        document = {
+            "verdict": said,
+            "cases": [vars(case) for case in cases],
+            "rows": [[*k, v] for k, v in rows.items()],
+        }
+        args.json.write_text(json.dumps(document, indent=1), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
