@@ -44,7 +44,7 @@ def _megatron_2021(row: Row) -> Practice:
 
 def _vtrain(row: Row) -> Practice:
     """Megatron-DeepSpeed reduces fp16 gradients: the step time's growth from dp=1 to dp=2 is that of 2 bytes each."""
-    return replace(_megatron_2021(row), grad_bytes=2)
+    return replace(_megatron_2021(row), framework="megatron-deepspeed", grad_bytes=2)
 
 
 def _sc21(row: Row) -> Practice:
