@@ -2,10 +2,9 @@
 
 1. *begin*: rank 0 removes what dead saves left and makes ``step-N.tmp-ID``; all agree on step, scalars, ID and room.
 2. *write*: every rank writes its file there, syncs it, and sums it up meanwhile; all agree that all have.
-3. *commit*: rank 0 writes the manifest, syncs it and the folder, gives the folder its name in one rename, syncs that,
-   and only then points ``latest.json`` at it. The rename is the instant: before it the save never was, after it the
-   checkpoint is whole and durable.
-4. *prune*: rank 0 takes away what is superseded. All learn how it went.
+3. *end*: rank 0 writes the manifest, syncs it and the folder, gives the folder its name in one rename and syncs that;
+   all agree that it has. The rename is the instant: before it the save never was, after it the checkpoint is whole.
+4. *tidy*: rank 0 points ``latest.json`` at it, syncs that, and only then takes away what is superseded.
 
 Whatever fails on a rank before the rename fails the save on all of them with one message, and leaves what was
 committed before as it is.
@@ -48,14 +47,17 @@ COMMITTER = (
     "begin.cleaned",
     "begin.folder",
     "manifest.encoded",
+    "manifest.opened",
+    "manifest.half",
     "manifest.written",
-    "manifest.replaced",
+    "manifest.synced",
+    "commit.checked",
     "commit.synced",
     "commit.renamed",
     "commit.durable",
     "latest.written",
     "latest.replaced",
-    "prune.begin",
+    "latest.durable",
     "prune.renamed",
     "prune.removed",
     "prune.end",
@@ -68,7 +70,7 @@ class Saved:
     """How a save went. ``path``: the checkpoint, None where it failed, and ``error`` says why.
 
     ``bytes``: what this rank wrote. Seconds: ``copy`` is what the run waited for, ``write`` until all was committed.
-    ``warning``: what went wrong after the commit, which the checkpoint does not suffer from.
+    ``warning``: what went wrong on rank 0 after the commit, which the checkpoint does not suffer from.
     """
 
     step: int
@@ -95,13 +97,17 @@ class Place:
 def commit(step: int, copied: writer.Copied | Exception, place: Place, copy_seconds: float) -> Saved:
     """Save ``copied``, with all ranks, or tell them why it could not be copied.
 
-    Never raises: what goes wrong is told in the `Saved`, the same on every rank.
+    Never raises: what goes wrong is told in the `Saved`, an error on every rank.
     """
     start = time.perf_counter()
     path: Path | None = None
     error = warning = None
+    seconds: float | None = None
+    under_way = _Commit(step, copied, place)
     try:
-        path, warning = _Commit(step, copied, place).run()
+        path = under_way.run()
+        seconds = time.perf_counter() - start
+        warning = under_way.tidy(path)
     except _FailedError as failed:
         error = str(failed)
     except Exception as lost:  # of the agreement itself: a rank is gone, and this one cannot know what became of it
@@ -113,7 +119,7 @@ def commit(step: int, copied: writer.Copied | Exception, place: Place, copy_seco
         warning=warning,
         bytes=0 if isinstance(copied, Exception) else copied.record["bytes"],
         copy=copy_seconds,
-        write=time.perf_counter() - start,
+        write=time.perf_counter() - start if seconds is None else seconds,
     )
 
 
@@ -142,11 +148,10 @@ class _Commit:
             raise self._given
         return self._given
 
-    def run(self) -> tuple[Path, str | None]:
-        """The committed folder, and a warning about what came after; `_FailedError` where there is none."""
+    def run(self) -> Path:
+        """The committed folder; `_FailedError` where there is none."""
         self._begin()
-        records = self._write()
-        return self._end(records)
+        return self._end(self._write())
 
     def _agree(self, phase: str, work: Callable[[], Any]) -> list[Any]:
         """Do ``work``; what it gave on every rank, in rank order, or `_FailedError` on all where it failed on any."""
@@ -220,12 +225,11 @@ class _Commit:
 
         return self._agree("write", work)
 
-    def _end(self, records: list[writer.ShardRecord]) -> tuple[Path, str | None]:
-        path, warning = self._agree("end", lambda: self._commit(records) if self._leads else (None, None))[0]
-        return self._place.folder / str(path), warning
+    def _end(self, records: list[writer.ShardRecord]) -> Path:
+        return self._place.folder / str(self._agree("end", lambda: self._commit(records) if self._leads else None)[0])
 
-    def _commit(self, records: list[writer.ShardRecord]) -> tuple[str, str | None]:
-        """Rank 0's: manifest, rename, pointer, pruning. What fails after the rename is a warning."""
+    def _commit(self, records: list[writer.ShardRecord]) -> str:
+        """Rank 0's: manifest and rename."""
         folder, probe = self._place.folder, self._probe
         manifest = writer.gather(
             records,
@@ -235,23 +239,33 @@ class _Commit:
         )
         text = encode(manifest)
         probe("manifest.encoded")
-        disk.replace(self._draft / MANIFEST, text, lambda what: probe(f"manifest.{what}"))
+        disk.write(self._draft / MANIFEST, [memoryview(text)], lambda what: probe(f"manifest.{what}"))
         steps.check(self._draft)
+        probe("commit.checked")
+        disk.sync_folder(self._draft)
         probe("commit.synced")
         name = steps.free_name(folder, self._step)
         self._draft.rename(folder / name)
         self._draft = folder  # nothing to drop any more
         probe("commit.renamed")
+        disk.sync_folder(folder)
+        probe("commit.durable")
+        return name
+
+    def tidy(self, path: Path) -> str | None:
+        """After the commit, rank 0's: the pointer, then pruning. What fails here is told, and harms nothing."""
+        if not self._leads:
+            return None
+        folder, probe = self._place.folder, self._probe
         try:
-            disk.sync_folder(folder)
-            probe("commit.durable")
-            pointer = {"format": "plait-latest", "step": self._step, "folder": name}
+            pointer = {"format": "plait-latest", "step": self._step, "folder": path.name}
             content = (json.dumps(pointer) + "\n").encode()
             disk.replace(folder / steps.LATEST, content, lambda what: probe(f"latest.{what}"))
-            probe("prune.begin")
+            disk.sync_folder(folder)
+            probe("latest.durable")
             gone = steps.superseded(folder, self._place.keep, self._place.keep_every)
             steps.take_away(gone, lambda what: probe(f"prune.{what}"))
             probe("prune.end")
         except OSError as error:
-            return name, f"committed, but: {_words(error)}"
-        return name, None
+            return f"step {self._step} is saved, but what follows failed: {_words(error)}"
+        return None

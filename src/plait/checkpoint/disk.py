@@ -36,23 +36,24 @@ def write(path: Path, parts: Sequence[memoryview], passed: Callable[[str], None]
 
     ``passed`` is told ``opened``, ``half``, ``written``, ``synced``. The file must be new.
     """
-    sizes = [len(part) for part in parts]
+    half = sum(len(part) for part in parts) // 2
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     try:
         passed("opened")
         with ThreadPoolExecutor(1, thread_name_prefix="plait-sums") as pool:
-            sums = pool.submit(lambda: _sums_of(parts))
-            done, half = 0, sum(sizes) // 2
+            sums = pool.submit(_sums_of, parts)
+            done = sent = 0
             for part in parts:
                 for at in range(0, len(part), _WRITE):
                     chunk = part[at : at + _WRITE]
                     _write_all(descriptor, chunk)
-                    with suppress(OSError):
-                        # The disk starts on what it has: dirty pages are sent off, not dropped.
-                        os.posix_fadvise(descriptor, done, len(chunk), os.POSIX_FADV_DONTNEED)
                     if done < half <= done + len(chunk):
                         passed("half")
                     done += len(chunk)
+                    if done - sent >= _WRITE:
+                        # The disk starts on what it has: dirty pages are sent off by this, not dropped.
+                        os.posix_fadvise(descriptor, sent, done - sent, os.POSIX_FADV_DONTNEED)
+                        sent = done
             passed("written")
             os.fsync(descriptor)
             passed("synced")
@@ -96,7 +97,7 @@ def sync_folder(folder: Path) -> None:
 def replace(path: Path, content: bytes, passed: Callable[[str], None]) -> None:
     """Make file ``path`` hold ``content``: a crash leaves the old file or the new one. OSError where it fails.
 
-    ``passed`` is told ``written`` (under another name, synced) and ``replaced``.
+    ``passed`` is told ``written`` (under another name, synced) and ``replaced``. The folder is not synced.
     """
     temporary = path.with_name(f"{path.name}.tmp")
     temporary.unlink(missing_ok=True)
@@ -109,7 +110,6 @@ def replace(path: Path, content: bytes, passed: Callable[[str], None]) -> None:
             temporary.unlink()
         raise
     passed("replaced")
-    sync_folder(path.parent)
 
 
 def open_plain(path: Path) -> int:

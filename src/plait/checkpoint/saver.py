@@ -66,7 +66,7 @@ class Saver:
         start = time.perf_counter()
         copied: Copied | Exception
         try:
-            copied = self._host.copy(snapshot, self._place.rank)
+            copied = self._host.copy(snapshot, self._place.rank, private=self._asynchronous)
         except Exception as error:  # of whatever kind: the other ranks are told, and the save fails on all
             copied = error
         seconds = time.perf_counter() - start

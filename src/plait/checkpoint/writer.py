@@ -13,7 +13,7 @@ import torch
 
 from plait.checkpoint import disk
 from plait.checkpoint.layout import Layout, dtype_name, lay_out, share
-from plait.checkpoint.manifest import Manifest, StoredFile, StoredPiece, StoredTensor
+from plait.checkpoint.manifest import DTYPES, Manifest, StoredFile, StoredPiece, StoredTensor
 from plait.checkpoint.state import Piece, Snapshot
 from plait.core.errors import WeightsError
 
@@ -42,11 +42,11 @@ class ShardRecord(TypedDict):
 
 @dataclass(frozen=True, kw_only=True)
 class Copied:
-    """A snapshot out of the run's reach. ``data``: the file's content after ``layout.head``, in a buffer of `Host`."""
+    """A snapshot that stays as it is. ``data``: the file's content after ``layout.head``, in its parts."""
 
     scalars: str
     layout: Layout
-    data: memoryview
+    data: tuple[memoryview, ...]
     record: ShardRecord
 
 
@@ -60,29 +60,35 @@ class Host:
         self._layout: Layout | None = None
         self._record: ShardRecord | None = None
 
-    def copy(self, snapshot: Snapshot, rank: int) -> Copied:
+    def copy(self, snapshot: Snapshot, rank: int, *, private: bool) -> Copied:
         """Copy what ``rank`` writes of ``snapshot``; what was copied before is overwritten.
 
-        WeightsError for pieces that contradict themselves, and scalars that are no JSON.
+        Where not ``private``, the caller lets nothing change until all is written: what lies in host memory as it is
+        to be written is then not copied. WeightsError for pieces that contradict themselves, and scalars that are no
+        JSON.
         """
         try:
             scalars = json.dumps(dict(snapshot.scalars), allow_nan=False)
         except (TypeError, ValueError, RecursionError) as error:
             raise WeightsError(f"step {snapshot.step}: its scalars are no plain JSON: {error}") from error
         layout, record = self._plan(snapshot.pieces, rank)
+        plain = all(piece.values.is_contiguous() and piece.values.device.type == "cpu" for piece in snapshot.pieces)
+        data = self._filled(snapshot.pieces, layout) if private or not plain else _views(snapshot.pieces, layout)
+        return Copied(scalars=scalars, layout=layout, data=data, record=record)
+
+    def _filled(self, pieces: Sequence[Piece], layout: Layout) -> tuple[memoryview]:
         size = layout.bytes - len(layout.head)
-        on_gpu = any(piece.values.is_cuda for piece in snapshot.pieces)
+        on_gpu = any(piece.values.is_cuda for piece in pieces)
         if self._memory.numel() < size or on_gpu != self._memory.is_pinned():
             self._memory = _memory(size, pinned=on_gpu)
         for block in layout.blocks:
-            values = snapshot.pieces[block.run.piece].values.detach().reshape(-1)
+            values = pieces[block.run.piece].values.detach().reshape(-1)
             start = block.offset - len(layout.head)
             out = self._memory[start : start + block.bytes].view(values.dtype)
             out.copy_(values[block.run.start : block.run.start + out.numel()], non_blocking=on_gpu)
         if on_gpu:
             torch.cuda.synchronize()
-        data = memoryview(self._memory.numpy())[:size]  # type: ignore[arg-type]
-        return Copied(scalars=scalars, layout=layout, data=data, record=record)
+        return (_bytes_of(self._memory[:size]),)
 
     def _plan(self, pieces: Sequence[Piece], rank: int) -> tuple[Layout, ShardRecord]:
         """The layout of the file; the one of the save before where the pieces are of the same form."""
@@ -104,6 +110,19 @@ def _memory(size: int, *, pinned: bool) -> torch.Tensor:
     return torch.frombuffer(memory, dtype=torch.uint8)
 
 
+def _views(pieces: Sequence[Piece], layout: Layout) -> tuple[memoryview, ...]:
+    found: list[memoryview] = []
+    for block in layout.blocks:
+        content = _bytes_of(pieces[block.run.piece].values.detach())
+        start = block.run.start * DTYPES[block.dtype][1]
+        found.append(content[start : start + block.bytes])
+    return tuple(found)
+
+
+def _bytes_of(tensor: torch.Tensor) -> memoryview:
+    return memoryview(tensor.reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
+
+
 def _record(pieces: Sequence[Piece], layout: Layout) -> ShardRecord:
     tensors: dict[str, tuple[list[int], str]] = {}
     for piece in pieces:
@@ -123,12 +142,14 @@ def _record(pieces: Sequence[Piece], layout: Layout) -> ShardRecord:
 
 
 def write_file(copied: Copied, folder: Path, file: str, passed: Callable[[str], None]) -> ShardRecord:
-    """Write ``copied`` to ``file`` of ``folder``, synced; nothing for a copy of no elements. OSError where it fails."""
+    """Write ``copied`` to ``file`` of ``folder``, synced; nothing for a copy of no elements. OSError where it fails.
+
+    The folder, which holds the name, is synced by the one that commits.
+    """
     record = copied.record
     if not record["pieces"]:
         return record
-    sums = disk.write(folder / file, [memoryview(copied.layout.head), copied.data], passed)
-    disk.sync_folder(folder)
+    sums = disk.write(folder / file, [memoryview(copied.layout.head), *copied.data], passed)
     return ShardRecord(file=file, bytes=record["bytes"], sums=sums, tensors=record["tensors"], pieces=record["pieces"])
 
 
