@@ -109,7 +109,11 @@ class Parallel:
         """Measure what ``schedule=auto`` is searched for on some of this rank's microbatches; collective."""
         self.prepare()
         homes = placement(self.plan)
-        self.calibration = measure(self.stages, self.executor, self.zero, self.world, homes, batches)
+        self.use(measure(self.stages, self.executor, self.zero, self.world, homes, batches))
+
+    def use(self, calibration: Calibration) -> None:
+        """Search ``schedule=auto`` for ``calibration`` from now on."""
+        self.calibration = calibration
         self._schedules.clear()
 
     def place_experts(self, layer: int, wanted: Placement, optimizer: torch.optim.Optimizer | None) -> None:

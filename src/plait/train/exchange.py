@@ -6,25 +6,29 @@ import json
 import os
 import secrets
 import socket
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import cast
 
 import torch
 from torch import Tensor
 
-from plait.checkpoint.reshard import flat_to_boxes, intersect, relative
+from plait.checkpoint.reader import Checkpoint, Request
+from plait.checkpoint.reshard import flat_to_boxes, intersect, relative, volume
+from plait.checkpoint.state import Piece as Stored
 from plait.checkpoint.store import PieceRecord, write_manifest, write_shard
 from plait.comm.group import Group
 from plait.comm.world import World
 from plait.core.errors import ConfigError, PlaitError, RankError, WeightsError
-from plait.core.shard import Box
+from plait.core.shard import Box, Piece
 from plait.models.config import ModelConfig, parameter_shapes
-from plait.parallel.flat import Held, is_data
+from plait.parallel.flat import Held
+from plait.parallel.grouping import is_data
+from plait.parallel.state import Stretch
 from plait.parallel.zero import Zero
 from plait.train.run import Setup, open_samples
 
-Stretch = tuple[Held, int, Tensor]
+Run = tuple[Held, int, Tensor]
 """(parameter, flat start in its local tensor, values from there on), as `Zero.masters` and `Zero.gradients` give."""
 
 
@@ -35,10 +39,11 @@ PATIENCE = 86400.0
 def gather_json(world: World, value: object, group: Group | None = None) -> list[object]:
     """Every rank's ``value`` (JSON), in rank order, on every rank; over ``group`` of all ranks, where one is given."""
     everyone = world.group("pp", "dp", "cp", "tp") if group is None else group
-    content = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(world.device)
-    length = torch.tensor([content.numel()], device=world.device)
+    device = everyone.device
+    content = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(device)
+    length = torch.tensor([content.numel()], device=device)
     lengths = everyone.all_gather(length).wait().tolist()
-    padded = torch.zeros(max(lengths), dtype=torch.uint8, device=world.device)
+    padded = torch.zeros(max(lengths), dtype=torch.uint8, device=device)
     padded[: content.numel()] = content
     rows = everyone.all_gather(padded).wait().cpu().view(len(lengths), -1)
     return [json.loads(bytes(row[:size].tolist())) for row, size in zip(rows, lengths, strict=True)]
@@ -115,7 +120,7 @@ def write_weights(folder: Path, world: World, config: ModelConfig, zero: Zero) -
 
 
 def write_stretches(
-    folder: Path, world: World, config: ModelConfig, level: int, stretches: Iterable[Stretch], names: Iterable[str] = ()
+    folder: Path, world: World, config: ModelConfig, level: int, stretches: Iterable[Run], names: Iterable[str] = ()
 ) -> None:
     """Write what the ranks hold of each parameter as whole tensors, every element once; collective over all ranks.
 
@@ -147,20 +152,92 @@ def owned_boxes(
 
     ``shared``: each data rank has another stretch, and writes it; else the first data rank writes for all.
     """
-    found: list[tuple[Box, Tensor]] = []
+    blocks = _blocks(one.shape, one.pieces, start, values)
+    return [(box, block) for piece, box, block in blocks if _first(piece, at, data=not shared)]
+
+
+def _first(piece: Piece, at: Mapping[str, int], *, data: bool) -> bool:
+    """Whether the rank at ``at`` is the first of the block's holders; along the data axes too where ``data``."""
+    return all(at[copies.axis] == copies.first for copies in piece.copies if data or not is_data(copies.axis))
+
+
+def _blocks(
+    local: tuple[int, ...], pieces: Iterable[Piece], start: int, values: Tensor
+) -> list[tuple[Piece, Box, Tensor]]:
+    """``values`` [n], the flat run from ``start`` on of a part of shape ``local`` that is made of ``pieces``, as blocks
+    of the whole tensor: (the piece it is of, its box, a view of its values)."""
+    found: list[tuple[Piece, Box, Tensor]] = []
     offset = 0
-    for box in flat_to_boxes(one.shape, start, start + values.numel()):
+    for box in flat_to_boxes(local, start, start + values.numel()):
         shape = [stop - begin for begin, stop in box]
         size = torch.Size(shape).numel()
         block = values[offset : offset + size].view(shape)
         offset += size
-        for piece in one.pieces:
-            holders = [copies for copies in piece.copies if not (shared and is_data(copies.axis))]
+        for piece in pieces:
             part = intersect(box, piece.local)
-            if part is None or not all(at[copies.axis] == copies.first for copies in holders):
-                continue
-            inside = block[tuple(slice(*edge) for edge in relative(part, box))]
-            shift = [whole - local for (whole, _), (local, _) in zip(piece.box, piece.local, strict=True)]
-            home = tuple((begin + by, stop + by) for (begin, stop), by in zip(part, shift, strict=True))
-            found.append((home, inside))
+            if part is not None:
+                inside = block[tuple(slice(*edge) for edge in relative(part, box))]
+                shift = [whole - near for (whole, _), (near, _) in zip(piece.box, piece.local, strict=True)]
+                home = tuple((begin + by, stop + by) for (begin, stop), by in zip(part, shift, strict=True))
+                found.append((piece, home, inside))
+    return found
+
+
+def pieces_of(stretches: Iterable[Stretch], at: Mapping[str, int]) -> list[Stored]:
+    """What the rank at ``at`` gives to a checkpoint of its stretches: along axes that are no data axes, the first of a
+    block's holders alone gives it. Views of the live state, but for parts that lie scattered in it."""
+    found: list[Stored] = []
+    for one in stretches:
+        blocks = [
+            (box, block)
+            for piece, box, block in _blocks(one.local, one.pieces, one.start, one.values)
+            if one.counted and _first(piece, at, data=False)
+        ]
+        if blocks:
+            values = _joined([block for _, block in blocks])
+            boxes = tuple(box for box, _ in blocks)
+            found.append(Stored(name=one.name, shape=one.shape, values=values, boxes=boxes, replicas=one.replicas))
+    return found
+
+
+def _joined(blocks: Sequence[Tensor]) -> Tensor:
+    """The blocks' values, one after the other: a view where they are neighbours in memory, else a copy."""
+    size = sum(block.numel() for block in blocks)
+    at = blocks[0].storage_offset()
+    for block in blocks:
+        if not block.is_contiguous() or block.storage_offset() != at:
+            return torch.cat([block.reshape(-1) for block in blocks])
+        at += block.numel()
+    return blocks[0].as_strided((size,), (1,))
+
+
+@torch.no_grad()
+def read_stretches(checkpoint: Checkpoint, stretches: Iterable[Stretch]) -> None:
+    """Set every stretch from the tensor of its name; WeightsError where one is missing, or of another shape."""
+    requests: list[Request] = []
+    scattered: list[tuple[Tensor, list[Tensor]]] = []
+    for one in stretches:
+        if checkpoint.shape(one.name) != one.shape:
+            have, want = list(checkpoint.shape(one.name)), list(one.shape)
+            raise WeightsError(f"{checkpoint.path} holds {one.name} as {have}, the model has it as {want}")
+        blocks = _blocks(one.local, one.pieces, one.start, one.values)
+        boxes, views = [box for _, box, _ in blocks], [block for _, _, block in blocks]
+        out = _joined(views)
+        if out.data_ptr() != one.values.data_ptr():
+            scattered.append((out, views))
+        requests.append(Request(name=one.name, boxes=boxes, out=out))
+    checkpoint.load(requests)
+    for out, views in scattered:
+        for view, part in zip(views, torch.split(out, [view.numel() for view in views]), strict=True):
+            view.copy_(part.view_as(view))
+
+
+def counted_elements(stretches: Iterable[Stretch], world: World) -> dict[str, int]:
+    """Elements of each tensor that this rank, and no other, answers for."""
+    found: dict[str, int] = {}
+    for one in stretches:
+        if one.counted and world.rank == min(one.replicas):
+            for piece, box, _ in _blocks(one.local, one.pieces, one.start, one.values):
+                if _first(piece, world.at, data=False):
+                    found[one.name] = found.get(one.name, 0) + volume(box)
     return found

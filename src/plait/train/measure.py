@@ -69,6 +69,10 @@ class Meter:
         self._origin = self._common_origin()
         self._elapsed = self._spent = 0.0
         self._last: float | None = None
+        self.asked = 0
+        """The largest of what the ranks gave to `finish`."""
+        self.computes: list[float] = []
+        """Seconds that each rank computed in the step."""
 
     def start(self) -> None:
         """A step begins."""
@@ -76,13 +80,17 @@ class Meter:
         self._world.book.ledger.clear()
         self._begin = perf_counter()
 
-    def finish(self, step: int, taken: Taken) -> dict[str, object]:
-        """The step has ended on this rank: its row, complete on rank 0. Collective over all ranks."""
+    def finish(self, step: int, taken: Taken, *, asked: int = 0) -> dict[str, object]:
+        """The step has ended on this rank: its row, complete on rank 0. Collective over all ranks.
+
+        ``asked``: a number that all ranks are to know the largest of, a signal's.
+        """
         seconds = perf_counter() - self._begin
         everyone = self._world.group("pp", "dp", "cp", "tp")
-        rows = everyone.all_gather(self._numbers(seconds)).wait().cpu().view(everyone.size, -1)
-        scalars, sent, stages = rows[:, :6], rows[:, 6 : 6 + len(AXES)], rows[:, 6 + len(AXES) :]
-        compute, first, last, waited, took, memory = scalars.unbind(1)
+        rows = everyone.all_gather(self._numbers(seconds, asked)).wait().cpu().view(everyone.size, -1)
+        scalars, sent, stages = rows[:, :7], rows[:, 7 : 7 + len(AXES)], rows[:, 7 + len(AXES) :]
+        compute, first, last, waited, took, memory, signals = scalars.unbind(1)
+        self.asked, self.computes = int(signals.max()), compute.tolist()
         step_time = float(took.max())
         tokens = self._setup.config.train.global_batch * self._setup.config.data.seq
         measured = Bubble(compute=float(compute.sum()), ranks=len(rows), makespan=float(last.max() - first.min()))
@@ -135,14 +143,16 @@ class Meter:
         self._world.group("pp", "dp", "cp", "tp").barrier()
         return perf_counter() if len(set(map(str, hosts))) > 1 else 0.0
 
-    def _numbers(self, seconds: float) -> Tensor:
-        """float64: compute, first start, last end, waiting, step seconds, memory; bytes by `AXES`; stages' F B W."""
+    def _numbers(self, seconds: float, asked: int) -> Tensor:
+        """float64: compute, first start, last end, waiting, step seconds, memory, ``asked``; bytes by `AXES`; stages'
+        F B W."""
         spans = self._recorder.events()
         compute = [span for span in spans if span.stream == COMPUTE]
         first = min((span.start for span in compute), default=float("inf")) - self._origin
         last = max((span.end for span in compute), default=float("-inf")) - self._origin
         waited = sum(span.end - span.start for span in spans if span.stream == COMM)
-        numbers = [sum(span.end - span.start for span in compute), first, last, waited, seconds, self._memory()]
+        computed = sum(span.end - span.start for span in compute)
+        numbers = [computed, first, last, waited, seconds, self._memory(), asked]
         sent = dict.fromkeys(AXES, 0)
         for group, count in self._world.book.ledger.by_axis().items():
             whole = group.partition("/")[0].partition(" ")[0]

@@ -7,13 +7,14 @@ the weights and both moments of what moves. The hottest experts are shadowed whe
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import final
+from typing import Any, cast, final
 
 import torch
 from torch import Tensor
 
 from plait.parallel.apply import Parallel
-from plait.parallel.placement import Placement, loads, place
+from plait.parallel.placement import Placement, identity, loads, place
+from plait.train.exchange import gather_json
 
 EVERY = 10
 """Steps between two looks at the loads."""
@@ -49,6 +50,29 @@ class Rebalance:
                 moved = True
         if moved:
             self._parallel.zero.publish()
+
+    def state(self) -> dict[str, Any]:
+        """Smoothed loads and placements of all layers, as plain JSON, the same on every rank. Collective."""
+        here = {
+            str(layer): {"order": list(mixture.placement.order), "shadows": list(mixture.placement.shadows)}
+            for layer, mixture in self._parallel.mixtures.items()
+        }
+        found: dict[str, object] = {}
+        for rows in cast("list[dict[str, object]]", gather_json(self._parallel.world, here)):
+            found |= rows
+        loads_of = {str(layer): load for layer, load in self._smooth.items()}
+        return {"ep": self._parallel.plan.ep, "smooth": loads_of, "placements": found}
+
+    def resume(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `state` gave, before the experts' weights are read. Other ``ep``: experts are where a new run
+        has them, and what is known of their loads places them at the next look."""
+        self._smooth = {int(layer): list(load) for layer, load in state["smooth"].items()}
+        for layer, mixture in self._parallel.mixtures.items():
+            kept, ranks = state["placements"].get(str(layer)), mixture.ep.size
+            wanted = identity(len(mixture.placement.order), ranks)
+            if kept is not None and state["ep"] == ranks:
+                wanted = Placement(order=tuple(kept["order"]), ranks=ranks, shadows=tuple(kept["shadows"]))
+            self._parallel.lay_experts(layer, wanted)
 
 
 def better(load: Sequence[float], now: Placement) -> Placement | None:

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from plait.checkpoint.store import WeightFolder
 from plait.core.config import Config
 from plait.models.batch import Batch
-from plait.models.config import parameter_shapes
 from plait.models.decoder import Decoder
 from plait.models.init import WeightSource, initialise
 from plait.models.moe import end_step, routers
@@ -24,7 +23,7 @@ from plait.models.router import unrecorded
 from plait.schedule.windows import version_of
 from plait.train.compare import ROUNDOFF, Step, hidden_distance
 from plait.train.launch import Place, Worker, placed
-from plait.train.run import Setup, frozen_names, open_samples, to_device, weight_source
+from plait.train.run import Setup, frozen_names, open_samples, to_device, trained_shapes, weight_source
 from plait.train.step import rate_of
 
 PROJECTIONS = 4
@@ -72,13 +71,6 @@ class Probe:
         h = h_ND.double()
         projected = 2 * ((h @ features_DP) * rows_NP).sum(0)
         return [float(h.square().sum()), *map(float, projected)]
-
-
-def trained_shapes(setup: Setup) -> dict[str, tuple[int, ...]]:
-    """Shapes of the parameters that have a gradient, in forward order. A router's bias is moved, and has none."""
-    frozen = set(frozen_names(setup.config, setup.model))
-    shapes = parameter_shapes(setup.model)
-    return {name: shape for name, shape in shapes.items() if name not in frozen and not name.endswith(".router.bias")}
 
 
 def one_process(setup: Setup, folder: Path, steps: int) -> Iterator[Step]:

@@ -135,11 +135,19 @@ def _with_choices(model: ModelConfig, section: MoESection) -> ModelConfig:
 
 
 def claim_folder(config: Config) -> Config:
-    """``config`` with its run folder made, absolute, and this run's alone; ConfigError says what stands in the way."""
+    """``config`` with its run folder made, absolute, and this run's alone; ConfigError says what stands in the way.
+
+    A run that resumes takes the folder as it is.
+    """
+    if config.run.resume and config.run.dir is None:
+        raise ConfigError("run.resume=true needs run.dir: the folder of the run to go on with")
     folder = config.run.dir or Path.cwd() / "runs" / time.strftime("%Y-%m-%d-%H%M%S")
     taken = [name for name in ("config.toml", "metrics.jsonl", "weights") if (folder / name).exists()]
-    if config.run.dir is not None and taken:
-        raise ConfigError(f"run.dir = {folder} already holds a run ({taken[0]}): name another folder, or remove it")
+    if config.run.dir is not None and taken and not config.run.resume:
+        raise ConfigError(
+            f"run.dir = {folder} already holds a run ({taken[0]}): set run.resume=true to go on with it, name another "
+            "folder, or remove it"
+        )
     try:
         folder = _new_folder(folder) if config.run.dir is None else folder
         folder.mkdir(parents=True, exist_ok=True)
@@ -224,6 +232,13 @@ def frozen_names(config: Config, model: ModelConfig) -> list[str]:
     """Parameters that ``train.freeze`` names."""
     patterns = config.train.freeze
     return [name for name in parameter_shapes(model) if any(fnmatchcase(name, pattern) for pattern in patterns)]
+
+
+def trained_shapes(setup: Setup) -> dict[str, tuple[int, ...]]:
+    """Shapes of the parameters that have a gradient, in forward order. A router's bias is moved, and has none."""
+    frozen = set(frozen_names(setup.config, setup.model))
+    shapes = parameter_shapes(setup.model)
+    return {name: shape for name, shape in shapes.items() if name not in frozen and not name.endswith(".router.bias")}
 
 
 def microbatches(setup: Setup, samples: Samples, step: int, dp_index: int, device: torch.device) -> list[Batch]:

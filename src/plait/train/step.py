@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from time import perf_counter
-from typing import final
+from typing import Any, final
 
 import torch
 from torch import Tensor
@@ -14,8 +14,10 @@ from torch import Tensor
 from plait.core.config import Config
 from plait.models.batch import Batch
 from plait.parallel.apply import Parallel
+from plait.parallel.calibrate import Calibration
 from plait.parallel.layout import build_windows
 from plait.parallel.precision import LossScale
+from plait.schedule.simulate import Cost
 from plait.train.data import Samples
 from plait.train.optimizer import learning_rate
 from plait.train.rebalance import Rebalance
@@ -55,13 +57,20 @@ class Steps:
         self._windows = build_windows(setup.plan, setup.microbatches) if setup.plan.schedule == "2bw" else None
         by_load = setup.config.moe.placement == "load" and setup.plan.ep > 1
         self.rebalance = Rebalance(parallel) if by_load else None
+        self.updates = 0
+        """Steps that have changed the weights."""
+        self.shift = 0
+        """By how many steps the data runs ahead of the steps: those that rollbacks have left out."""
         self._loaded: dict[int, list[Batch]] = {}
         if setup.plan.schedule == "auto":
             parallel.calibrate(self._batches(0)[:CALIBRATION])
             self._loaded.clear()
 
     def take(self, step: int) -> Taken:
-        """Forward and backward of all microbatches, clip, update. Steps come in order, from 0."""
+        """Forward and backward of all microbatches, clip, update. Steps come in order.
+
+        Weights, moments and routers stay as they are where loss or norm is no finite number, on all ranks alike.
+        """
         parallel, zero, sink = self._parallel, self._parallel.zero, self._parallel.world.book.sink
         loss_scale = None if self.scale is None else self.scale.value
         parallel.prepare()
@@ -74,15 +83,18 @@ class Steps:
         norm = math.sqrt(square) if square >= 0 else math.nan
         begin = perf_counter()
         skipped = self.scale is not None and not self.scale.update(math.isfinite(norm))
+        updated = not skipped and math.isfinite(total) and math.isfinite(norm)
         lr = rate_of(self._setup.config, step)
-        if not skipped:
+        if updated:
             self._update(norm, lr)
+        elif not skipped:
+            self._leave_out()
         sink("update", "optimizer", "clip, AdamW, publish", begin, perf_counter())
-        routers = parallel.close_routers(moved=not skipped)
+        routers = parallel.close_routers(moved=updated)
         if self.rebalance is not None and routers:
             self.rebalance.after_step(step, routers, self.optimizer)
         return Taken(
-            loss=total / max(self._samples.target_count(step), 1),
+            loss=total / max(self._samples.target_count(step + self.shift), 1),
             norm=norm,
             lr=lr,
             skipped=skipped,
@@ -97,7 +109,8 @@ class Steps:
             batches = self._batches(step)
             self._loaded.clear()
             schedule = parallel.schedule(len(batches))
-            return executor.run(schedule, batches.__getitem__, count=samples.target_count(step), sink=sink)
+            count = samples.target_count(step + self.shift)
+            return executor.run(schedule, batches.__getitem__, count=count, sink=sink)
         for old in [number for number in self._loaded if number < step]:
             del self._loaded[old]
         m = self._windows.microbatches
@@ -106,7 +119,7 @@ class Steps:
             step,
             self._steps,
             lambda number: self._batches(number // m)[number % m],
-            count=samples.target_count,
+            count=lambda number: samples.target_count(number + self.shift),
             sink=sink,
         )
 
@@ -116,7 +129,7 @@ class Steps:
             setup, world = self._setup, self._parallel.world
             total = setup.config.train.global_batch * setup.config.data.seq
             scale = 1.0 if self.scale is None else self.scale.value
-            whole = microbatches(setup, self._samples, step, world.at["dp"], world.device)
+            whole = microbatches(setup, self._samples, step + self.shift, world.at["dp"], world.device)
             self._loaded[step] = [self._parallel.local(batch, total=total, scale=scale) for batch in whole]
         return self._loaded[step]
 
@@ -129,6 +142,42 @@ class Steps:
                 group["lr"] = lr
             self.optimizer.step()
         zero.publish()
+        self.updates += 1
+
+    def _leave_out(self) -> None:
+        """The gradients are no numbers, and nothing may remember them."""
+        for reducer in self._parallel.zero.reducers():
+            reducer.carry({})
+        if self._windows is not None:
+            self._parallel.zero.publish()  # each window makes a version: this one the same weights again
+
+    def scalars(self) -> dict[str, Any]:
+        """What belongs to a checkpoint beside tensors, as plain JSON, the same on every rank. Collective.
+
+        The learning rate is a function of the step, and dropout of seed, step and place: nothing of them is state.
+        """
+        found = self._parallel.calibration
+        return {
+            "updates": self.updates,
+            "shift": self.shift,
+            "loss_scale": None if self.scale is None else asdict(self.scale),
+            "experts": None if self.rebalance is None else self.rebalance.state(),
+            "calibration": None if found is None else asdict(found),
+        }
+
+    def resume(self, scalars: Mapping[str, Any], *, same_plan: bool) -> None:
+        """Go on from what `scalars` gave, before tensors are read. A loss scale is kept where the run has one; a
+        searched schedule is that of the same plan."""
+        self.updates, self.shift = scalars["updates"], scalars["shift"]
+        self._loaded.clear()
+        if self.scale is not None and scalars["loss_scale"] is not None:
+            self.scale.value, self.scale.good = scalars["loss_scale"]["value"], scalars["loss_scale"]["good"]
+        if self.rebalance is not None and scalars["experts"] is not None:
+            self.rebalance.resume(scalars["experts"])
+        found = scalars["calibration"]
+        if same_plan and found is not None:
+            costs = tuple(Cost(**cost) for cost in found["costs"])
+            self._parallel.use(Calibration(costs=costs, transfers=tuple(found["transfers"])))
 
 
 def make_optimizer(config: Config, parallel: Parallel) -> torch.optim.AdamW | None:

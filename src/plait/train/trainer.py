@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
+import sys
 from pathlib import Path
 
 import torch
@@ -12,17 +12,21 @@ from rich.console import Console
 
 from plait.comm.world import World
 from plait.core.config import Config, dump, loads
-from plait.core.errors import ConfigError, PlanError, RankError
+from plait.core.errors import ConfigError, PlanError
 from plait.parallel.apply import Parallel
-from plait.parallel.precision import LEAST_SCALE, LossScale, fp8_reason
+from plait.parallel.precision import fp8_reason
 from plait.telemetry.record import EVAL_KEY, Metrics, Recorder, write_trace
 from plait.train.data import Samples
 from plait.train.exchange import make_tokens, shared_folder, write_weights
+from plait.train.heartbeat import Heartbeat
 from plait.train.launch import Place, Worker, launch, placed
 from plait.train.measure import Meter, device_facts
+from plait.train.nan import NaNPolicy, hopeless
 from plait.train.progress import Progress, heading
+from plait.train.resume import Keeper, cut_metrics
 from plait.train.run import Setup, build, claim_folder, open_samples, prepare, to_device
-from plait.train.step import Steps, Taken
+from plait.train.step import Steps
+from plait.train.supervise import Stop, StoppedError, Stragglers, restarted
 
 
 def start(config: Config, *, as_json: bool = False) -> None:
@@ -31,6 +35,8 @@ def start(config: Config, *, as_json: bool = False) -> None:
     ConfigError and PlanError for what cannot work, before a process starts; RankError, with the failing rank's own
     traceback and exit code, for what fails later.
     """
+    if restarted() and config.run.dir is not None:
+        config = dataclasses.replace(config, run=dataclasses.replace(config.run, resume=True))
     setup = prepare(config)
     place = placed()
     if place is None:
@@ -72,14 +78,21 @@ def run_rank(worker: Worker, text: str, as_json: bool) -> None:
     config = dataclasses.replace(config, run=dataclasses.replace(config.run, dir=folder))
     setup = dataclasses.replace(setup, config=config)
     make_tokens(setup, world, worker.place.local_rank)
-    train(setup, world, as_json=as_json)
+    train(setup, world, as_json=as_json, worker=worker)
     world.close()
 
 
-def train(setup: Setup, world: World, *, as_json: bool = False) -> None:
-    """Train as ``setup`` says on the ranks of ``world``, and leave the run folder ``setup.config.run.dir``."""
-    config, folder = setup.config, setup.config.run.dir
+def train(setup: Setup, world: World, *, as_json: bool = False, worker: Worker | None = None) -> None:
+    """Train as ``setup`` says on the ranks of ``world``, and leave the run folder ``setup.config.run.dir``.
+
+    ``worker``: who this rank is to its launcher, which watches it; None: nobody does. StoppedError, once the state is
+    saved, where a signal asked for it.
+    """
+    config, folder, chief = setup.config, setup.config.run.dir, world.rank == 0
     assert folder is not None, "claim_folder names it"
+    worker = worker or Worker(
+        place=Place(rank=world.rank, local_rank=world.rank, world_size=1), device="cpu", timeout=0
+    )
     samples = open_samples(setup)
     parallel = build(setup, world)
     recorder = Recorder(world.rank)
@@ -87,30 +100,63 @@ def train(setup: Setup, world: World, *, as_json: bool = False) -> None:
     facts = device_facts(setup, world.device)
     peak = facts["peak_flops"]
     meter = Meter(setup, parallel, recorder, peak if isinstance(peak, float) else None)
-    chief = world.rank == 0
-    if chief:
-        write_facts(setup, folder, facts)
+    steps = Steps(setup, parallel, samples, config.train.steps)
+    keeper = Keeper(setup, parallel, samples, steps)
+    heart, policy = Heartbeat(worker), NaNPolicy(config, keeper, steps)
+    stragglers = Stragglers(world.mesh.groups(("dp", "cp", "tp")), log=keeper.log)
     trace_step = min(config.train.trace_step, config.train.steps - 1)
     lines = folder / "metrics.jsonl" if chief else None
-    with Metrics(lines) as metrics, Progress(setup, shown=chief, as_json=as_json) as show:
-        steps = Steps(setup, parallel, samples, config.train.steps)
-        for step in range(config.train.steps):
+    heart.beat(0, "load", bounded=False)
+    step = keeper.resume()
+    if chief:
+        write_facts(setup, folder, facts)
+        cut_metrics(folder / "metrics.jsonl", step)
+    row: dict[str, object] = {}
+    with Stop(worker) as stop, Metrics(lines) as metrics, Progress(setup, shown=chief, as_json=as_json) as show:
+        while step < config.train.steps:
+            heart.beat(step, "step", compute=meter.computes[world.rank] if meter.computes else None)
             meter.start()
             taken = steps.take(step)
-            row = meter.finish(step, taken)
-            if hopeless(taken, steps.scale):
-                metrics.write(row)
-                raise diverged(step, taken)
+            row = meter.finish(step, taken, asked=stop.requested())
             if step == trace_step:
                 events = meter.events()
                 if chief:
                     write_trace(folder / "trace.json", events)
-            if config.train.eval_every and (step + 1) % config.train.eval_every == 0:
+            if hopeless(taken, steps.scale):
+                metrics.write(row)
+                following = policy.after(step, taken)
+                if chief:
+                    cut_metrics(folder / "metrics.jsonl", following)
+                step = following
+                continue
+            policy.passed()
+            step += 1
+            if config.train.eval_every and step % config.train.eval_every == 0:
+                heart.beat(step, "evaluate")
                 row[EVAL_KEY] = evaluate(setup, parallel, samples)
             metrics.write(row)
             show.update(row)
+            warn(chief, stragglers.observe(step, meter.computes))
+            heart.beat(step, "save", bounded=False)
+            if meter.asked:
+                keeper.finish(step)
+                warn(chief, *keeper.warnings())
+                raise StoppedError(Stop.message(meter.asked, step))
+            keeper.save_if_due(step)
+            warn(chief, *keeper.warnings())
+        heart.beat(step, "save", bounded=False)
+        keeper.finish(step)
+        warn(chief, *keeper.warnings())
         write_weights(folder / "weights", world, setup.model, parallel.zero)
-        show.done(folder)
+        if row:
+            show.done(folder)
+
+
+def warn(chief: bool, *lines: str | None) -> None:
+    """Tell the person at the terminal, once for all ranks, what does not stop the run."""
+    for line in lines:
+        if chief and line:
+            print(f"plait: warning: {line}", file=sys.stderr)
 
 
 @torch.no_grad()
@@ -127,21 +173,6 @@ def evaluate(setup: Setup, parallel: Parallel, samples: Samples) -> float:
         total += parallel.executor.run(schedule, local.__getitem__, count=1, sink=world.book.sink)
     targets = sum(samples.eval_target_count(index) for index in range(number))
     return float(parallel.share_loss(total)[0]) / max(targets, 1)
-
-
-def hopeless(taken: Taken, scale: LossScale | None) -> bool:
-    """Whether to stop: loss or norm are not finite, and no loss scale can be to blame."""
-    if math.isfinite(taken.loss) and math.isfinite(taken.norm):
-        return False
-    return scale is None or not math.isfinite(taken.loss) or (taken.skipped and taken.loss_scale == LEAST_SCALE)
-
-
-def diverged(step: int, taken: Taken) -> RankError:
-    """What every rank raises then: all see the same numbers, so all stop."""
-    return RankError(
-        f"step {step}: the loss is {taken.loss}, the gradient norm {taken.norm}: training has diverged. "
-        "What helps: a lower optimizer.lr, a longer optimizer.warmup, optimizer.clip=1, plan.precision=fp32"
-    )
 
 
 def write_facts(setup: Setup, folder: Path, facts: dict[str, object]) -> None:

@@ -27,8 +27,8 @@ from plait.models.init import WeightSource
 from plait.train.compare import WIRE, Step, compare
 from plait.train.exchange import gather_json, make_tokens, shared_folder, write_stretches
 from plait.train.launch import Worker, launch, placed
-from plait.train.reference import Probe, one_process, trained_shapes, watch
-from plait.train.run import Setup, build, open_samples, prepare, weight_source
+from plait.train.reference import Probe, one_process, watch
+from plait.train.run import Setup, build, open_samples, prepare, trained_shapes, weight_source
 from plait.train.step import Steps
 from plait.train.trainer import check_device
 from plait.train.verify_table import document, show

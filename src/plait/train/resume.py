@@ -1,0 +1,319 @@
+"""`Keeper`: saves a run's whole state as it goes, and brings the run back to what was saved, under any plan.
+
+A checkpoint holds the tensors of `plait.parallel.state` and, as scalars, what `Keeper.save` lists. A run goes on from
+one when it is the same run: same model, seed, data, global batch and frozen parameters. Everything else may change:
+plan, number of ranks, precision, steps, optimizer settings, what is measured, ``[run]`` and ``[checkpoint]``. Under the
+same plan it then does what it would have done, bit for bit; under another one the same up to the order of additions.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, cast, final
+
+import torch
+
+from plait.checkpoint.commit import Saved
+from plait.checkpoint.reader import Checkpoint, agree_latest
+from plait.checkpoint.saver import Saver
+from plait.checkpoint.state import Piece, Snapshot
+from plait.checkpoint.steps import committed
+from plait.comm.aside import aside
+from plait.comm.world import World
+from plait.core.config import Config, dump, load
+from plait.core.errors import ConfigError, WeightsError
+from plait.core.shard import full
+from plait.models.config import parameter_shapes
+from plait.parallel.apply import Parallel
+from plait.parallel.state import MOMENTS, begin_moments, own_state, set_own_state, settle, stretches
+from plait.telemetry.record import read_metrics
+from plait.train.data import Samples, TokenFile
+from plait.train.events_log import EVENTS, EventLog
+from plait.train.exchange import counted_elements, gather_json, pieces_of, read_stretches, together
+from plait.train.run import Setup, trained_shapes
+from plait.train.step import Steps
+from plait.train.tokens import token_path
+
+FOLDER = "checkpoints"
+"""Of a run folder, unless checkpoint.dir names another."""
+_EDGE = 1 << 16
+"""Tokens at either end of the data that tell one file from another."""
+
+
+@final
+class Peers:
+    """All ranks, as `plait.checkpoint` speaks with them: over a group of their own, from a thread of their own."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._group = aside(world)
+
+    def gather(self, value: Any) -> list[Any]:
+        """Every rank's ``value`` (plain JSON), in rank order, on every rank."""
+        return gather_json(self._world, value, self._group)
+
+    def barrier(self) -> None:
+        """Return when every rank has come here."""
+        self._group.barrier()
+
+
+@final
+class Keeper:
+    """The checkpoints of one run. Every method but `warnings` is collective over all ranks.
+
+    ConfigError where checkpoints cannot be written, and where a run that does not resume would mix its own with those
+    that are there.
+    """
+
+    def __init__(self, setup: Setup, parallel: Parallel, samples: Samples, steps: Steps) -> None:
+        self._setup, self._parallel, self._steps, self._world = setup, parallel, steps, parallel.world
+        section, run = setup.config.checkpoint, setup.config.run
+        assert run.dir is not None, "claim_folder names it"
+        self.folder = section.dir or run.dir / FOLDER
+        self.log = EventLog(run.dir / EVENTS) if self._world.rank == 0 else None
+        """Of the run; on rank 0 alone."""
+        self._identity = identity(setup, samples)
+        self._peers = Peers(self._world)
+        self._saved: int | None = None
+        self._warnings: list[str] = []
+
+        def make() -> None:
+            if not run.resume and committed(self.folder):
+                raise ConfigError(
+                    f"{self.folder} already holds checkpoints: set run.resume=true to go on from them, or another "
+                    "run.dir or checkpoint.dir"
+                )
+            self._saver = Saver(
+                self.folder,
+                rank=self._world.rank,
+                group=self._peers,
+                keep=section.keep,
+                keep_every=section.keep_every,
+                asynchronous=section.asynchronous,
+            )
+
+        together(self._world, make)
+
+    # --- saving
+
+    def save(self, step: int) -> None:
+        """Save the state after ``step`` steps, unless that is what was saved or loaded last."""
+        if step == self._saved:
+            return
+        world, plan = self._world, self._setup.plan
+        pieces = pieces_of(stretches(self._parallel, self._steps.optimizer), world.at)
+        for name, value in own_state(self._parallel).items():
+            shape = tuple(value.shape)
+            pieces.append(Piece(name=f"{_own(world.rank)}{name}", shape=shape, values=value, boxes=(full(shape),)))
+        scalars = {
+            "step": step,
+            "sample": (step + self._steps.shift) * self._setup.config.train.global_batch,
+            "plan": str(plan),
+            "ranks": world.mesh.world_size,
+            "run": self._identity,
+            "model": self._setup.model.to_mapping(),
+            "config": dump(self._setup.config),
+            **self._steps.scalars(),
+        }
+        self._saver.save(Snapshot(step=step, pieces=pieces, scalars=scalars))
+        self._saved = step
+        self._hear(self._saver.poll())
+
+    def save_if_due(self, step: int) -> None:
+        """`save` every ``checkpoint.every`` steps."""
+        every = self._setup.config.checkpoint.every
+        if every and step % every == 0:
+            self.save(step)
+        else:
+            self._hear(self._saver.poll())
+
+    def finish(self, step: int) -> None:
+        """Save, and wait until everything is on the disk."""
+        self.save(step)
+        self._hear(self._saver.drain())
+
+    def warnings(self) -> list[str]:
+        """What went wrong with saves since the last call, in words: the run goes on, and the next save is tried."""
+        found, self._warnings = self._warnings, []
+        return found
+
+    def _hear(self, saves: list[Saved]) -> None:
+        for saved in saves:
+            trouble = saved.error or saved.warning
+            if saved.error is not None and self._saved == saved.step:
+                self._saved = None
+            if trouble is not None:
+                self._warnings.append(f"checkpoint of step {saved.step}: {trouble}")
+                self.note("checkpoint", {"step": saved.step, "error": trouble})
+
+    def note(self, kind: str, fields: Mapping[str, object]) -> None:
+        """Write to ``events.jsonl``, once for all ranks."""
+        if self.log is not None:
+            self.log.write(kind, fields)
+
+    # --- going on
+
+    def resume(self) -> int:
+        """Bring the run to its newest whole checkpoint, where run.resume is set; returns the steps that it has done.
+
+        0, and nothing has changed, where there is none. ConfigError for another run's checkpoint, WeightsError where
+        there are checkpoints and none is whole, or one does not hold exactly the state of this model.
+        """
+        if not self._setup.config.run.resume:
+            return 0
+        path = self._newest()
+        if path is None:
+            return 0
+        step = self._load(path)
+        self.note("resume", {"step": step, "checkpoint": path.name, "plan": str(self._setup.plan)})
+        return step
+
+    def back(self) -> int | None:
+        """Bring a run that went wrong back to its newest whole checkpoint; the steps done there, None without one."""
+        self._hear(self._saver.drain())
+        path = self._newest()
+        return None if path is None else self._load(path)
+
+    def _newest(self) -> Path | None:
+        verify = self._setup.config.checkpoint.verify
+        path, passed = agree_latest(self.folder, rank=self._world.rank, group=self._peers, verify=verify)
+        for trouble in passed:
+            self._warnings.append(trouble)
+            self.note("damaged", {"error": trouble})
+        if path is None and passed:
+            raise WeightsError(f"{self.folder} holds no checkpoint that is whole: {passed[0]}")
+        return path
+
+    def _load(self, path: Path) -> int:
+        world, parallel, steps = self._world, self._parallel, self._steps
+        scalars: dict[str, Any] = {}
+        own: dict[str, torch.Tensor] = {}
+        counts: dict[str, int] = {}
+
+        def read() -> None:
+            checkpoint = Checkpoint.open(path)
+            scalars.update(checkpoint.scalars)
+            wanted = self._expected(checkpoint)
+            counts.update(dict.fromkeys(wanted, 0))
+
+        def fill() -> None:
+            checkpoint = Checkpoint.open(path)
+            mine = [row for row in stretches(parallel, steps.optimizer) if row.name in counts]
+            read_stretches(checkpoint, mine)
+            counts.update(counted_elements(mine, world))
+            if same_plan:
+                prefix = _own(world.rank)
+                names = [name for name in checkpoint.names if name.startswith(prefix)]
+                own.update({name.removeprefix(prefix): checkpoint.read(name) for name in names})
+
+        together(world, read)
+        same_plan = scalars["plan"] == str(self._setup.plan) and scalars["ranks"] == world.mesh.world_size
+        steps.resume(scalars, same_plan=same_plan)
+        begin_moments(parallel, steps.optimizer, steps.updates)
+        together(world, fill)
+        self._all_there(path, counts)
+        previous = any(name.startswith("previous/") for name in counts)
+        settle(parallel, step=int(scalars["step"]), previous=previous)
+        set_own_state(parallel, {name: value.to(world.device) for name, value in own.items()})
+        self._saved = int(scalars["step"])
+        return self._saved
+
+    def _expected(self, checkpoint: Checkpoint) -> list[str]:
+        """The tensors to be read; errors where the checkpoint is another run's, or lacks or has what it should not."""
+        check_same(checkpoint.path, checkpoint.scalars, self._identity)
+        model, two = self._setup.model, self._setup.plan.schedule == "2bw"
+        trained = trained_shapes(self._setup)
+        shapes = {f"weights/{name}": shape for name, shape in parameter_shapes(model).items()}
+        if checkpoint.scalars["updates"]:
+            shapes |= {f"{moment}/{name}": shape for moment in MOMENTS for name, shape in trained.items()}
+        for layer in range(model.num_layers):
+            moe = model.moe_of(layer)
+            if moe is not None:
+                shapes[f"router/layers.{layer}.share"] = (moe.num_experts,)
+        previous = {f"previous/{name}": shape for name, shape in trained.items()}
+        held = {name for name in checkpoint.names if not name.startswith("own/")}
+        two_kept = not held.isdisjoint(previous)
+        known = shapes | previous if two_kept else shapes
+        for name in known.keys() ^ held:
+            what = f"holds no {name}" if name in known else f"holds {name}, which this model does not have"
+            raise WeightsError(f"{checkpoint.path} {what}")
+        for name, shape in known.items():
+            if checkpoint.shape(name) != shape:
+                have = list(checkpoint.shape(name))
+                raise WeightsError(f"{checkpoint.path} holds {name} as {have}, this model has it as {list(shape)}")
+        return list(known if two and two_kept else shapes)
+
+    def _all_there(self, path: Path, counts: Mapping[str, int]) -> None:
+        """WeightsError where the ranks together have not set every element of every tensor."""
+        names = sorted(counts)
+        mine = torch.tensor([counts[name] for name in names], dtype=torch.float64, device=self._world.device)
+        found = self._world.group("pp", "dp", "cp", "tp").all_reduce(mine).wait().tolist()
+        checkpoint = Checkpoint.open(path)
+        for name, count in zip(names, found, strict=True):
+            if int(count) != math.prod(checkpoint.shape(name)):
+                raise WeightsError(
+                    f"{name}: {int(count)} of {math.prod(checkpoint.shape(name))} elements were restored"
+                )
+
+
+def _own(rank: int) -> str:
+    return f"own/rank-{rank}/"
+
+
+def identity(setup: Setup, samples: Samples) -> dict[str, Any]:
+    """What makes a run this run, as plain JSON: by key of the run file, or what a key leads to."""
+    config, file = setup.config, TokenFile.open(token_path(setup.config))
+    edges = (file.tokens[:_EDGE], file.tokens[-_EDGE:])
+    digest = hashlib.blake2b(b"".join(part.tobytes() for part in edges), digest_size=16).hexdigest()
+    found: dict[str, Any] = {
+        "train.seed": config.train.seed,
+        "train.global_batch": config.train.global_batch,
+        "train.freeze": list(config.train.freeze),
+        "data.seq": config.data.seq,
+        "data.shuffle": config.data.shuffle,
+        "data.separator": config.data.separator,
+        "data.held_out": samples.held_out,
+        "data (its tokens)": [len(file.tokens), digest],
+    }
+    model = cast("dict[str, Any]", json.loads(json.dumps(setup.model.to_mapping())))
+    return found | {f"model.{name}": value for name, value in model.items()}
+
+
+def check_same(path: Path, scalars: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """ConfigError naming what differs where the checkpoint at ``path`` is not of the run that ``now`` identifies."""
+    before = scalars.get("run")
+    if not isinstance(before, dict):
+        raise ConfigError(f"{path} holds weights alone: set model.hf or start a new run from it, it cannot be resumed")
+    wrong = [
+        f"{name} was {json.dumps(before.get(name))}, is {json.dumps(now.get(name))}"
+        for name in sorted({*before, *now})
+        if before.get(name) != now.get(name)
+    ]
+    if wrong:
+        raise ConfigError(
+            f"{path} is of another run: {'; '.join(wrong)}. What may change: [plan], [optimizer], [run], [checkpoint], "
+            "train.steps and what is measured"
+        )
+
+
+def config_of(folder: Path, overrides: tuple[str, ...] = ()) -> Config:
+    """The run in ``folder``, to go on with: its own run file, with ``overrides`` as ``section.key=value`` over it."""
+    config = load(folder / "config.toml", overrides)
+    home = Path(os.path.abspath(folder))
+    return dataclasses.replace(config, run=dataclasses.replace(config.run, dir=home, resume=True))
+
+
+def cut_metrics(path: Path, step: int) -> None:
+    """Drop the rows of ``step`` and later from ``metrics.jsonl``: those steps are taken again."""
+    if not path.exists():
+        return
+    rows = read_metrics(path)
+    keep = next((place for place, row in enumerate(rows) if cast(int, row["step"]) >= step), len(rows))
+    content = path.read_bytes().split(b"\n")
+    os.truncate(path, sum(len(line) + 1 for line in content[:keep]))
