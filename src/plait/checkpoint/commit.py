@@ -48,7 +48,6 @@ COMMITTER = (
     "begin.folder",
     "manifest.encoded",
     "manifest.opened",
-    "manifest.half",
     "manifest.written",
     "manifest.synced",
     "commit.checked",
@@ -239,7 +238,7 @@ class _Commit:
         )
         text = encode(manifest)
         probe("manifest.encoded")
-        disk.write(self._draft / MANIFEST, [memoryview(text)], lambda what: probe(f"manifest.{what}"))
+        disk.write_small(self._draft / MANIFEST, text, lambda what: probe(f"manifest.{what}"))
         steps.check(self._draft)
         probe("commit.checked")
         disk.sync_folder(self._draft)

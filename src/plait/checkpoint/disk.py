@@ -8,17 +8,26 @@ and networks, not against an author who means harm: what a reader believes of a 
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
 import zlib
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
 BLOCK = 4 << 20
 """Bytes that one CRC-32 covers."""
 SUM = "crc32"
-_WRITE = 16 << 20
+CHUNK = 2 * BLOCK
+"""Bytes that are written at a time; a multiple of `BLOCK`."""
+DEPTH = 2
+"""Chunks that are being written, or wait for it, while the next is made."""
+PAGE = 4096
+Source = Callable[[int, int], memoryview]
+"""(start, stop) -> these bytes of a file that is to be written; best in memory that begins with a page."""
 
 
 def block_sums(data: memoryview) -> str:
@@ -31,58 +40,82 @@ def sum_at(sums: str, block: int) -> int:
     return int(sums[8 * block : 8 * block + 8], 16)
 
 
-def write(path: Path, parts: Sequence[memoryview], passed: Callable[[str], None]) -> str:
-    """Make file ``path`` of ``parts``, one after the other, synced; returns its `block_sums`. OSError where it fails.
+def write(path: Path, size: int, source: Source, passed: Callable[[str], None]) -> str:
+    """Make file ``path`` of ``size`` bytes from ``source``, synced; returns its `block_sums`. OSError where it fails.
 
-    ``passed`` is told ``opened``, ``half``, ``written``, ``synced``. The file must be new.
+    ``passed`` is told ``opened``, ``half``, ``written``, ``synced``. The file must be new. What ``source`` gives has to
+    stay as it is until it has been asked `DEPTH` times more. The bytes go past the page cache where the file system
+    lets them: that costs the least of the processor, which the run has other use for.
     """
-    half = sum(len(part) for part in parts) // 2
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    sums: list[str] = []
+    under_way: deque[Future[None]] = deque()
+    descriptor = _create(path, direct=True)
     try:
         passed("opened")
-        with ThreadPoolExecutor(1, thread_name_prefix="plait-sums") as pool:
-            sums = pool.submit(_sums_of, parts)
-            done = sent = 0
-            for part in parts:
-                for at in range(0, len(part), _WRITE):
-                    chunk = part[at : at + _WRITE]
-                    _write_all(descriptor, chunk)
-                    if done < half <= done + len(chunk):
-                        passed("half")
-                    done += len(chunk)
-                    if done - sent >= _WRITE:
-                        # The disk starts on what it has: dirty pages are sent off by this, not dropped.
-                        os.posix_fadvise(descriptor, sent, done - sent, os.POSIX_FADV_DONTNEED)
-                        sent = done
-            passed("written")
-            os.fsync(descriptor)
-            passed("synced")
-            return sums.result()
+        with ThreadPoolExecutor(1, thread_name_prefix="plait-write") as pool:
+            for at in range(0, size, CHUNK):
+                chunk = source(at, min(at + CHUNK, size))
+                under_way.append(pool.submit(_write_at, descriptor, chunk, at))
+                sums.append(block_sums(chunk))
+                if at < size // 2 <= at + CHUNK:
+                    passed("half")
+                if len(under_way) >= DEPTH:
+                    under_way.popleft().result()
+            for last in under_way:
+                last.result()
+        passed("written")
+        os.fsync(descriptor)
+        passed("synced")
+    finally:
+        os.close(descriptor)
+    return "".join(sums)
+
+
+def write_small(path: Path, content: bytes, passed: Callable[[str], None]) -> None:
+    """Make file ``path`` of ``content``, synced. OSError where it fails.
+
+    ``passed`` is told ``opened``, ``written``, ``synced``. The file must be new.
+    """
+    descriptor = _create(path, direct=False)
+    try:
+        passed("opened")
+        _write_at(descriptor, memoryview(content), 0)
+        passed("written")
+        os.fsync(descriptor)
+        passed("synced")
     finally:
         os.close(descriptor)
 
 
-def _sums_of(parts: Sequence[memoryview]) -> str:
-    """`block_sums` of the parts joined, without joining them."""
-    found: list[str] = []
-    held = running = 0
-    for part in parts:
-        at = 0
-        while at < len(part):
-            take = min(BLOCK - held, len(part) - at)
-            running = zlib.crc32(part[at : at + take], running)
-            held, at = held + take, at + take
-            if held == BLOCK:
-                found.append(f"{running:08x}")
-                held = running = 0
-    if held:
-        found.append(f"{running:08x}")
-    return "".join(found)
+def _create(path: Path, *, direct: bool) -> int:
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+    if direct:
+        try:
+            return os.open(path, flags | os.O_DIRECT, 0o666)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+            path.unlink(missing_ok=True)  # some kernels refuse after they have made the file
+    return os.open(path, flags, 0o666)
 
 
-def _write_all(descriptor: int, data: memoryview) -> None:
+def _write_at(descriptor: int, data: memoryview, offset: int) -> None:
+    """Write all of ``data``; what cannot go past the page cache (a file's end, an odd file system) goes through it."""
     while data:
-        data = data[os.write(descriptor, data) :]
+        modes = fcntl.fcntl(descriptor, fcntl.F_GETFL)
+        direct = bool(modes & os.O_DIRECT)
+        whole = len(data) // PAGE * PAGE
+        if direct and not whole:
+            fcntl.fcntl(descriptor, fcntl.F_SETFL, modes & ~os.O_DIRECT)
+            continue
+        try:
+            count = os.pwrite(descriptor, data[:whole] if direct else data, offset)
+        except OSError as error:
+            if not direct or error.errno != errno.EINVAL:
+                raise
+            fcntl.fcntl(descriptor, fcntl.F_SETFL, modes & ~os.O_DIRECT)
+            continue
+        data, offset = data[count:], offset + count
 
 
 def sync_folder(folder: Path) -> None:
@@ -102,7 +135,7 @@ def replace(path: Path, content: bytes, passed: Callable[[str], None]) -> None:
     temporary = path.with_name(f"{path.name}.tmp")
     temporary.unlink(missing_ok=True)
     try:
-        write(temporary, [memoryview(content)], lambda _: None)
+        write_small(temporary, content, lambda _: None)
         passed("written")
         os.replace(temporary, path)
     except OSError:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import mmap
+from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,11 +44,13 @@ class ShardRecord(TypedDict):
 
 @dataclass(frozen=True, kw_only=True)
 class Copied:
-    """A snapshot that stays as it is. ``data``: the file's content after ``layout.head``, in its parts."""
+    """A snapshot that stays as it is.
+
+    ``content``: the file's bytes, in one part that begins with a page of memory, or in many.
+    """
 
     scalars: str
-    layout: Layout
-    data: tuple[memoryview, ...]
+    content: tuple[torch.Tensor, ...]
     record: ShardRecord
 
 
@@ -73,22 +77,24 @@ class Host:
             raise WeightsError(f"step {snapshot.step}: its scalars are no plain JSON: {error}") from error
         layout, record = self._plan(snapshot.pieces, rank)
         plain = all(piece.values.is_contiguous() and piece.values.device.type == "cpu" for piece in snapshot.pieces)
-        data = self._filled(snapshot.pieces, layout) if private or not plain else _views(snapshot.pieces, layout)
-        return Copied(scalars=scalars, layout=layout, data=data, record=record)
+        if private or not plain:
+            content: tuple[torch.Tensor, ...] = (self._filled(snapshot.pieces, layout),)
+        else:
+            content = _views(snapshot.pieces, layout)
+        return Copied(scalars=scalars, content=content, record=record)
 
-    def _filled(self, pieces: Sequence[Piece], layout: Layout) -> tuple[memoryview]:
-        size = layout.bytes - len(layout.head)
+    def _filled(self, pieces: Sequence[Piece], layout: Layout) -> torch.Tensor:
         on_gpu = any(piece.values.is_cuda for piece in pieces)
-        if self._memory.numel() < size or on_gpu != self._memory.is_pinned():
-            self._memory = _memory(size, pinned=on_gpu)
+        if self._memory.numel() < layout.bytes or on_gpu != self._memory.is_pinned():
+            self._memory = _memory(layout.bytes, pinned=on_gpu)
+        self._memory[: len(layout.head)] = torch.frombuffer(bytearray(layout.head), dtype=torch.uint8)
         for block in layout.blocks:
             values = pieces[block.run.piece].values.detach().reshape(-1)
-            start = block.offset - len(layout.head)
-            out = self._memory[start : start + block.bytes].view(values.dtype)
+            out = self._memory[block.offset : block.offset + block.bytes].view(values.dtype)
             out.copy_(values[block.run.start : block.run.start + out.numel()], non_blocking=on_gpu)
         if on_gpu:
             torch.cuda.synchronize()
-        return (_bytes_of(self._memory[:size]),)
+        return self._memory[: layout.bytes]
 
     def _plan(self, pieces: Sequence[Piece], rank: int) -> tuple[Layout, ShardRecord]:
         """The layout of the file; the one of the save before where the pieces are of the same form."""
@@ -110,17 +116,40 @@ def _memory(size: int, *, pinned: bool) -> torch.Tensor:
     return torch.frombuffer(memory, dtype=torch.uint8)
 
 
-def _views(pieces: Sequence[Piece], layout: Layout) -> tuple[memoryview, ...]:
-    found: list[memoryview] = []
+def _views(pieces: Sequence[Piece], layout: Layout) -> tuple[torch.Tensor, ...]:
+    found = [torch.frombuffer(bytearray(layout.head), dtype=torch.uint8)]
     for block in layout.blocks:
-        content = _bytes_of(pieces[block.run.piece].values.detach())
+        content = pieces[block.run.piece].values.detach().reshape(-1).view(torch.uint8)
         start = block.run.start * DTYPES[block.dtype][1]
         found.append(content[start : start + block.bytes])
     return tuple(found)
 
 
+@final
+class _Joined:
+    """Many parts as one run of bytes: gathered, chunk by chunk, into a ring of buffers."""
+
+    def __init__(self, parts: Sequence[torch.Tensor]) -> None:
+        self._parts = parts
+        self._starts = list(itertools.accumulate((part.numel() for part in parts), initial=0))
+        self._ring = [_memory(disk.CHUNK, pinned=False) for _ in range(min(disk.DEPTH + 1, self._starts[-1]))]
+        self._next = 0
+
+    def give(self, start: int, stop: int) -> memoryview:
+        """Bytes [start, stop); they stay as they are for `disk.DEPTH` calls more."""
+        buffer = self._ring[self._next]
+        self._next = (self._next + 1) % len(self._ring)
+        index = bisect_right(self._starts, start) - 1
+        at = start
+        while at < stop:
+            begin, end = self._starts[index], min(self._starts[index + 1], stop)
+            buffer[at - start : end - start].copy_(self._parts[index][at - begin : end - begin])
+            at, index = end, index + 1
+        return _bytes_of(buffer[: stop - start])
+
+
 def _bytes_of(tensor: torch.Tensor) -> memoryview:
-    return memoryview(tensor.reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
+    return memoryview(tensor.numpy())  # type: ignore[arg-type]
 
 
 def _record(pieces: Sequence[Piece], layout: Layout) -> ShardRecord:
@@ -149,7 +178,11 @@ def write_file(copied: Copied, folder: Path, file: str, passed: Callable[[str], 
     record = copied.record
     if not record["pieces"]:
         return record
-    sums = disk.write(folder / file, [memoryview(copied.layout.head), *copied.data], passed)
+    if len(copied.content) == 1:
+        whole = _bytes_of(copied.content[0])
+        sums = disk.write(folder / file, len(whole), lambda start, stop: whole[start:stop], passed)
+    else:
+        sums = disk.write(folder / file, record["bytes"], _Joined(copied.content).give, passed)
     return ShardRecord(file=file, bytes=record["bytes"], sums=sums, tensors=record["tensors"], pieces=record["pieces"])
 
 
