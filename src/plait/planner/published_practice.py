@@ -105,14 +105,18 @@ def _simumax(row: Row) -> Practice:
 
 
 def _zero_bubble(row: Row) -> Practice:
-    """The fork of Megatron-LM: flash attention is not stated; fp16 gradients; one device a data group."""
+    """The fork of Megatron-LM, fp16 gradients, one device a data group.
+
+    Attention is not stated. Its profiled forward takes twice its weight gradients, and its memory is that of stored
+    scores: unfused.
+    """
     return Practice(
         framework="megatron",
-        attention="flash",
+        attention="unfused",
         overlap_grads=False,
         overlap_pp=True,
         weight_bytes=2,
-        grad_bytes=4,
+        grad_bytes=2,
         optimizer_bytes=12,
         fused=True,
         synchronous_norm=row.flags.get("optimizer_sync") == "synchronous",
