@@ -159,7 +159,6 @@ def _internevo(row: Row) -> Practice:
         weight_bytes=2,
         grad_bytes=2,
         optimizer_bytes=12,
-        fused=True,
         memory_kind=_memory_kind(row),
     )
 
