@@ -236,6 +236,7 @@ def test_plans_that_work(text: str, shape: ModelShape, options: dict[str, int]) 
         ("compress=zip", SHAPE, {"world": 2}, ["compress=zip", "compress=half"]),
         ("compress=topk:0.1 zero=2", SHAPE, {"world": 2}, ["topk", "zero=1"]),
         ("compress=topk:0.1 precision=fp16", SHAPE, {"world": 2}, ["topk", "precision=bf16"]),
+        ("compress=topk:0.1 zero=1 zero_group=2", SHAPE, {"world": 4}, ["topk", "no zero_group"]),
         ("zero=7", SHAPE, {}, ["no such ZeRO stage"]),
         ("precision=fp12", SHAPE, {}, ["precision=fp12", "precision=fp32 or precision=bf16"]),
         ("recompute=some", SHAPE, {}, ["recompute: 'some'", "selective"]),

@@ -146,6 +146,11 @@ def compress(facts: Facts) -> str | None:
         return f"compress={plan.compress}: what it keeps would be in units of fp16's old loss scale; " + working(
             "precision=bf16", "compress=half"
         )
+    if plan.zero_group is not None:
+        return (
+            f"compress={plan.compress}: it chooses what to send of each whole tensor, and between blocks of "
+            f"zero_group={plan.zero_group} data ranks only shards are summed; "
+        ) + working("no zero_group", "compress=half")
     return None
 
 

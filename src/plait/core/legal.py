@@ -79,7 +79,7 @@ RULES = (
     Rule(axis="gather", says="use, or step with zero=3", test=choices.gather),
     Rule(
         axis="compress",
-        says="none, half, topk:SHARE or powersgd:RANK; these two with zero 0 or 1, no fp16",
+        says="none, half, topk:SHARE or powersgd:RANK; these two with zero 0 or 1, no fp16, no zero_group",
         test=choices.compress,
     ),
     Rule(axis="node", says="divides dp x cp; without compress and zero_group", test=choices.node),
