@@ -8,7 +8,18 @@ device hold beside.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from plait.core.plan import Plan
+from plait.models.config import ModelConfig
+from plait.parallel.layout import stage_bounds, stage_layers
+from plait.planner.activations import cpu_of, local_of
+from plait.planner.job import Job
+from plait.planner.live import Live, Moment, live_of
+from plait.planner.parameters import elements, parts_of, stage_parts, state_bytes
+from plait.planner.passing import optimizer_work, passing, reserve, standing
+from plait.planner.stage_memory import StageMemory, stage_memory
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,3 +61,107 @@ class MemoryReport:
     def emptiest(self) -> RankMemory:
         """The pipeline rank with the lowest peak."""
         return min(self.ranks, key=lambda rank: rank.peak)
+
+
+def memory(job: Job) -> MemoryReport:
+    """What every pipeline rank of ``job`` holds at its fullest."""
+    live = live_of(job.plan, job.microbatches)
+    stages = stage_bounds(_layers(job.model, job.plan))
+    return MemoryReport(ranks=tuple(_rank(job, pp, live, stages) for pp in range(job.plan.pp)))
+
+
+@lru_cache(maxsize=1024)
+def _layers(model: ModelConfig, plan: Plan) -> tuple[int, ...]:
+    return stage_layers(model, plan)
+
+
+def _rank(job: Job, pp: int, live: Live, bounds: tuple[tuple[int, int], ...]) -> RankMemory:
+    model, plan, count = job.model, job.plan, len(bounds)
+    at = local_of(model, plan, job.seq, cpu_of(job))
+    mine = live.stages[pp]
+    bare = _bare(plan)
+    stages = {index: stage_memory(model, bare, job.practice, at, *bounds[index], index, count) for index in mine}
+    parts = parts_of(model, bare)
+    held = [stage_parts(model, *bounds[index], count, index) for index in mine]
+    both: dict[str, int] = {}
+    for one in held:
+        for part, number in one.items():
+            both[part] = both.get(part, 0) + number
+    if "embed" in both:
+        both.pop("tied", None)  # one rank has both ends: the tensor is there once
+    weights, gradients, optimizer = state_bytes(job, elements(parts, both))
+    come_forward, come_backward = passing(job, parts, held)
+    base = weights + gradients + optimizer + standing(job, parts, both)
+    batches = 16.0 * job.microbatches * at.rows
+    return _fullest(
+        job,
+        pp,
+        live.moments[pp],
+        stages,
+        state=(weights, gradients, optimizer),
+        base=base + batches,
+        coming=(come_forward, come_backward),
+        finishing=base + optimizer_work(job, elements(parts, both)),
+        split=live.split,
+    )
+
+
+@lru_cache(maxsize=4096)
+def _bare(plan: Plan) -> Plan:
+    """The plan without what decides no bytes of a stage, so that plans share what was computed."""
+    return replace(plan, schedule="1f1b", virtual=1, stages=None, live=None, node=None, compress="none", bucket_mb=25.0)
+
+
+def _fullest(
+    job: Job,
+    pp: int,
+    moments: tuple[Moment, ...],
+    stages: Mapping[int, StageMemory],
+    *,
+    state: tuple[float, float, float],
+    base: float,
+    coming: tuple[float, float],
+    finishing: float,
+    split: bool,
+) -> RankMemory:
+    """The rank at its fullest moment. ``base``: what stays; ``coming``: in F and in B; ``finishing``: the optimizer."""
+    mine = sorted(stages)
+    at: dict[str, tuple[float, Moment]] = {}
+    for moment in moments:
+        stage = stages[moment.stage]
+        kept = sum(stages[index].keeps * n for index, n in zip(mine, moment.live, strict=True))
+        kept += sum(stages[index].waits * n for index, n in zip(mine, moment.waiting, strict=True))
+        work = {"F": stage.forward, "B": stage.split if split else stage.backward, "W": 0.0}[moment.kind]
+        held = kept + work + (coming[0] if moment.kind == "F" else coming[1])
+        if moment.kind not in at or held > at[moment.kind][0]:
+            at[moment.kind] = held, moment
+    words = {"F": "forward", "B": "backward", "W": "weight gradient"}
+    rows = [(f"{words[kind]} of microbatch {moment.microbatch}", base + held) for kind, (held, moment) in at.items()]
+    rows.append(("optimizer", finishing))
+    _, fullest = max(at.values(), key=lambda row: row[0])
+    kinds: dict[str, float] = {}
+    for index, n in zip(mine, fullest.live, strict=True):
+        # The forward under way is about to keep as much as the others.
+        n += 1 if fullest.kind == "F" and index == fullest.stage else 0
+        for kind, size in stages[index].kinds.items():
+            kinds[kind] = kinds.get(kind, 0.0) + size * n
+    waiting = sum(stages[index].waits * n for index, n in zip(mine, fullest.waiting, strict=True))
+    if waiting:
+        kinds["weight gradients to come"] = waiting
+    peak = max(size for _, size in rows)
+    extra = reserve(job, peak, peak - sum(state))
+    logits = kinds.get("logits", 0.0)
+    activations = sum(kinds.values()) - logits
+    return RankMemory(
+        pp=pp,
+        weights=state[0],
+        gradients=state[1],
+        optimizer=state[2],
+        activations=activations,
+        logits=logits,
+        buffers=max(0.0, peak - sum(state) - activations - logits),
+        reserve=extra,
+        peak=peak + extra,
+        moments=tuple((what, size + extra) for what, size in rows),
+        kinds=kinds,
+    )

@@ -1,0 +1,20 @@
+"""Every fitted or measured number of the memory model, with what it was fitted on. All else there is counted."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from plait.planner.constants import Constant
+
+RESERVED: Final = Constant(
+    value=0.08,
+    unit="of what comes and goes in a step",
+    meaning="memory that the caching allocator holds in pieces of the wrong size",
+    source="published/formulas.json, fragmentation: 8 to 10%",
+)
+CONTEXT: Final = Constant(
+    value=1.0 * 1024**3,
+    unit="bytes",
+    meaning="a process's context on a GPU, its libraries and NCCL's channels",
+    source="ml-engineering: 0.5 to 1 GB of context, and NCCL",
+)

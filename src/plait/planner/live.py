@@ -1,0 +1,136 @@
+"""What a pipeline rank holds while it runs its list: for each kind of action, the fullest moments. No torch.
+
+A moment is a count of live microbatches for each of the rank's stages (between F and B), a count of those whose weight
+gradient waits (between B and W, where the backward is split), and the action that then begins.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Final
+
+import numpy as np
+
+from plait.core.plan import Plan
+from plait.parallel.layout import build_schedule
+from plait.planner.fast_lists import KINDS, F, Lists, W, lists_of, make_lists
+
+_ROUNDS: Final = 4
+"""Microbatches a rank and stage after which a schedule is in its steady state: more change no count but gpipe's."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Moment:
+    """An action that begins, and what is there then."""
+
+    kind: str
+    """``F``, ``B`` or ``W``."""
+    stage: int
+    microbatch: int
+    live: tuple[int, ...]
+    """Microbatches between F and B, by the rank's stages in their order in the model."""
+    waiting: tuple[int, ...]
+    """Microbatches between B and W."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Live:
+    """The fullest moments of every rank, none of which another of the same kind and stage covers."""
+
+    stages: tuple[tuple[int, ...], ...]
+    """Of each rank."""
+    moments: tuple[tuple[Moment, ...], ...]
+    split: bool
+    """Whether backwards are split."""
+
+
+def live_of(plan: Plan, microbatches: int) -> Live:
+    """The moments of the plan's schedule."""
+    if plan.schedule in ("auto", "2bw") or plan.schedule_file is not None:
+        return _file(plan, microbatches)
+    name = "1f1b" if plan.schedule == "interleaved" and plan.virtual == 1 else plan.schedule
+    return _named(name, plan.pp, _capped(name, plan, microbatches), plan.virtual)
+
+
+def _capped(name: str, plan: Plan, microbatches: int) -> int:
+    """As few microbatches as have the same moments: counts no longer grow once all stages are full."""
+    if name == "gpipe":
+        return microbatches
+    full = _ROUNDS * plan.pp
+    # What is left over from whole rounds makes larger groups (see `schedule.generate.interleaved`).
+    return microbatches if microbatches <= full + plan.pp else full + microbatches % plan.pp
+
+
+@lru_cache(maxsize=512)
+def _named(name: str, ranks: int, microbatches: int, virtual: int) -> Live:
+    if name == "1f1b":
+        return _one_for_one(ranks, microbatches)
+    return _walk(make_lists(name, ranks=ranks, microbatches=microbatches, virtual=virtual))
+
+
+@lru_cache(maxsize=32)
+def _file(plan: Plan, microbatches: int) -> Live:
+    """Schedules that are searched or read; of two that overlap steps (2bw) the one that flushes, one more being live."""
+    return _walk(lists_of(build_schedule(plan, microbatches)))
+
+
+def _one_for_one(ranks: int, microbatches: int) -> Live:
+    """1F1B in closed form: rank i has min(m, p - i) live (Narayanan et al. 2021, arXiv:2104.04473)."""
+    rows = []
+    for rank in range(ranks):
+        live = min(microbatches, ranks - rank)
+        rows.append(
+            (
+                Moment(kind="F", stage=rank, microbatch=live - 1, live=(live - 1,), waiting=(0,)),
+                Moment(kind="B", stage=rank, microbatch=0, live=(live,), waiting=(0,)),
+            )
+        )
+    return Live(stages=tuple((rank,) for rank in range(ranks)), moments=tuple(rows), split=False)
+
+
+def _walk(lists: Lists) -> Live:
+    """Count along every rank's list."""
+    split = bool(lists.splits.any())
+    stages = [tuple(np.flatnonzero(lists.homes == rank).tolist()) for rank in range(lists.ranks)]
+    rows = []
+    for rank, length in enumerate(lists.lengths.tolist()):
+        kind, stage, micro = (x[rank, :length] for x in (lists.kinds, lists.stage, lists.microbatch))
+        columns = []
+        for one in stages[rank]:
+            here = stage == one
+            waits = bool(lists.splits[one])
+            change = np.where(here, np.where(kind == F, 1, np.where(kind == W, 0, -1)), 0)
+            later = np.where(here, np.where(kind == F, 0, np.where(kind == W, -1, 1 if waits else 0)), 0)
+            columns.append(np.cumsum(change) - change)
+            columns.append(np.cumsum(later) - later)
+        table = np.stack(columns, axis=1)
+        found: list[Moment] = []
+        for number, name in enumerate(KINDS):
+            for one in stages[rank]:
+                chosen = np.flatnonzero((kind == number) & (stage == one))
+                found += [
+                    Moment(
+                        kind=name,
+                        stage=one,
+                        microbatch=int(micro[place]),
+                        live=tuple(table[place, 0::2].tolist()),
+                        waiting=tuple(table[place, 1::2].tolist()),
+                    )
+                    for place in _uncovered(table[chosen], chosen)
+                ]
+        rows.append(tuple(found))
+    return Live(stages=tuple(stages), moments=tuple(rows), split=split)
+
+
+def _uncovered(table: np.ndarray, places: np.ndarray) -> list[int]:
+    """The first place of each row of counts that no other row is at least as large as in every column."""
+    if not len(places):
+        return []
+    rows, first = np.unique(table, axis=0, return_index=True)
+    order = np.argsort(-rows.sum(axis=1), kind="stable")
+    kept: list[int] = []
+    for index in order.tolist():
+        if not any((rows[other] >= rows[index]).all() for other in kept):
+            kept.append(index)
+    return [int(places[first[index]]) for index in kept]

@@ -1,0 +1,182 @@
+"""One virtual stage's activations: what a microbatch keeps in it, and the most that its F, B and W hold beside."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from types import MappingProxyType
+
+from plait.core.plan import Plan
+from plait.models.config import ModelConfig
+from plait.planner.activations import (
+    Local,
+    Step,
+    embedding_steps,
+    head_steps,
+    is_plait,
+    layer_steps,
+)
+from plait.planner.job import Practice
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageMemory:
+    """Bytes of one microbatch in one virtual stage."""
+
+    keeps: float
+    """Between its F and its B."""
+    waits: float
+    """Between its B and its W, where the backward is split."""
+    forward: float
+    """The most in F, over what was there before it."""
+    backward: float
+    """The most in B, over what was there before it."""
+    split: float
+    """The same of a B that is split."""
+    kinds: Mapping[str, float]
+    """``keeps`` by kind."""
+    logits: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Run:
+    """Layers in a row that are alike."""
+
+    steps: tuple[Step, ...]
+    count: int
+    keeps: float
+    waits: float
+    inner: float
+    """The most in the backward of one of them, over what it keeps."""
+
+
+@lru_cache(maxsize=8192)
+def stage_memory(
+    model: ModelConfig, plan: Plan, practice: Practice, at: Local, first: int, stop: int, index: int, count: int
+) -> StageMemory:
+    """Of stage ``index`` of ``count``, which has layers ``first..stop``."""
+    last, plait = index == count - 1, is_plait(practice)
+    runs = [
+        _run(layer_steps(model, plan, practice, at, layer, mode), n, at)
+        for layer, mode, n in _alike(model, plan, first, stop)
+    ]
+    if index == 0:
+        runs.insert(0, _run(embedding_steps(model, plan, practice, at), 1, at))
+    head = _head(model, plan, practice, at) if last else None
+    extra = _tables(model, at) if plait and stop > first else 0.0
+    kinds: dict[str, float] = {}
+    for run in [*runs, *([head] if head is not None else [])]:
+        for step in run.steps:
+            name = _NAMES.get(step.kind, step.kind)
+            kinds[name] = kinds.get(name, 0.0) + step.keeps * run.count
+    if plait:
+        kinds["attention"] = kinds.get("attention", 0.0) + extra
+    if not last and _keeps_output(practice):
+        kinds["residual"] = kinds.get("residual", 0.0) + at.stream
+    everything = [*runs, *([head] if head is not None else [])]
+    keeps = sum(kinds.values())
+    logits = kinds.get("logits", 0.0)
+    backward = max(_backward(everything, keeps, at, last=last, split=False), 0.0)
+    split = max(_backward(everything, keeps, at, last=last, split=True), 0.0)
+    return StageMemory(
+        keeps=keeps,
+        waits=sum(run.waits * run.count for run in everything),
+        forward=max(_forward(everything, extra, at, last=last), keeps),
+        backward=backward,
+        split=split,
+        kinds=MappingProxyType(kinds),
+        logits=logits,
+    )
+
+
+_NAMES = {
+    "attention core": "attention",
+    "mla up": "attention",
+    "mlp act": "mlp",
+    "moe act": "experts",
+    "shared act": "shared",
+    "dispatch": "experts",
+}
+
+
+def _keeps_output(practice: Practice) -> bool:
+    """Whether a stage keeps what it has sent: Megatron lets its memory go (Korthikanti et al. 2022, appendix B)."""
+    return practice.framework != "megatron"
+
+
+def _tables(model: ModelConfig, at: Local) -> float:
+    """plait's rotary tables, made anew for every microbatch: cos and sin of half a head, fp32."""
+    if model.positions != "rope":
+        return 0.0
+    dims = model.head_dim if model.mla is None else model.mla.rope_dim
+    return 4.0 * at.seq * dims
+
+
+def _alike(model: ModelConfig, plan: Plan, first: int, stop: int) -> list[tuple[int, str, int]]:
+    """Runs of layers that keep the same: (the first layer of the kind in the model, recomputation, how many)."""
+
+    def kind(layer: int) -> tuple[bool, int | None, str]:
+        return model.moe_of(layer) is not None, model.window_of(layer), plan.recompute_of(layer)
+
+    plain = model.moe is None and model.window_from == 0 and ":" not in plan.recompute
+    if plain:
+        return [(0, plan.recompute, stop - first)] if stop > first else []
+    return [
+        (_first_of(model, key[0], key[1]), key[2], len(list(group)))
+        for key, group in itertools.groupby(range(first, stop), kind)
+    ]
+
+
+@lru_cache(maxsize=256)
+def _first_of(model: ModelConfig, experts: bool, window: int | None) -> int:
+    return next(
+        layer
+        for layer in range(model.num_layers)
+        if (model.moe_of(layer) is not None) == experts and model.window_of(layer) == window
+    )
+
+
+@lru_cache(maxsize=8192)
+def _run(steps: tuple[Step, ...], count: int, at: Local) -> _Run:
+    keeps = sum(step.keeps for step in steps)
+    left = most = 0.0
+    left = keeps
+    for step in reversed(steps):
+        most = max(most, left + step.backward)
+        left -= step.keeps
+    return _Run(steps=steps, count=count, keeps=keeps, waits=sum(step.waits for step in steps), inner=most - keeps)
+
+
+def _head(model: ModelConfig, plan: Plan, practice: Practice, at: Local) -> _Run:
+    return _run(head_steps(model, plan, practice, at), 1, at)
+
+
+def _forward(runs: list[_Run], extra: float, at: Local, *, last: bool) -> float:
+    """The most in a forward: what has been kept so far, and what the step under way works with."""
+    kept, most = extra, 0.0
+    for run in runs:
+        before = kept + run.keeps * (run.count - 1)
+        for step in run.steps:
+            before += step.keeps
+            most = max(most, before + step.forward + (0.0 if step.kind == "logits" else at.stream))
+        kept += run.keeps * run.count
+    # The stage's result, beside what made it.
+    return max(most, kept + (0.0 if last else 2 * at.stream))
+
+
+def _backward(runs: list[_Run], keeps: float, at: Local, *, last: bool, split: bool) -> float:
+    """The most in a backward, over ``keeps``: the gradient of the residual stream, and a step's own work.
+
+    Layers are gone through from the last on; a run is fullest at its last layer, or, where more waits for the weight
+    gradient than is let go, at its first.
+    """
+    change, most = 0.0, 0.0
+    for place, run in enumerate(reversed(runs)):
+        head = last and place == 0
+        stream = 0.0 if head else at.stream
+        step = (run.waits if split else 0.0) - run.keeps
+        most = max(most, change + run.inner + stream, change + step * (run.count - 1) + run.inner + stream)
+        change += step * run.count
+    return max(most, 0.0)
