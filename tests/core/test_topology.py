@@ -238,3 +238,9 @@ _TIERS = st.tuples(st.integers(1, 64), st.integers(2, 64), _SPEEDS, _SECONDS).ma
 )
 def test_a_cluster_file_reads_back_equal(topology: Topology) -> None:
     assert parse(dump(topology)) == topology
+
+
+def test_the_example_is_a_cluster_file() -> None:
+    found = load(Path(__file__).resolve().parents[2] / "examples" / "cluster.toml")
+    assert found.devices == 256
+    assert found.tiers[1].bandwidth == 50e9
