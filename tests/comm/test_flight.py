@@ -1,4 +1,4 @@
-"""The ring of last operations, and the one line that names the cause of a hang."""
+"""The ring of last  and the one line that names the cause of a hang."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from plait.comm.flight import GROUPS, RECORDS, SIZE, Flight, diagnose, flight_file, operations, read, read_dumps
+from plait.comm.flight import GROUPS, RECORDS, SIZE, Flight, diagnose, flight_file, read, read_dumps, stamp, suspect
 from plait.core.errors import RankError
 from plait.core.mesh import Mesh
 from tests.pool import Connect, Pool
@@ -46,15 +46,15 @@ def test_the_last_operations_are_kept_where_others_can_read_them(tmp_path: Path)
 
 def test_operations_and_notes_are_signs_of_life(tmp_path: Path) -> None:
     path = flight_file(tmp_path, 0)
-    assert operations(path) == 0
+    assert stamp(path) == b""
     flight = Flight(0, path)
-    seen = [operations(path)]
+    seen = [stamp(path)]
     flight.note("F of stage 0, microbatch 0")
-    seen.append(operations(path))
+    seen.append(stamp(path))
     flight.done(flight.begin("all_gather", flight.group("dp", (0, 1)), (8,)))
-    seen.append(operations(path))
+    seen.append(stamp(path))
     assert len(set(seen)) == 3
-    assert operations(path) == seen[-1]
+    assert stamp(path) == seen[-1]
 
 
 def test_shapes_of_any_size_and_thousands_of_ranks_fit(tmp_path: Path) -> None:
@@ -105,7 +105,12 @@ def test_who_has_not_come_is_named() -> None:
     assert diagnose(dumps) == (
         "rank 2 never entered all_reduce #2 on tp [4, 8]: it is in B of stage 1, microbatch 3; ranks 0 1 3 wait"
     )
-    assert "rank 2 never entered" in diagnose(dumps[:3])
+    assert suspect(dumps) == 2
+    # One that stands in the operation before, to which all have come, was stopped there.
+    assert diagnose([*dumps[:3], dumped(2, everyone)]) == (
+        "rank 2 never entered all_reduce #2 on tp [4, 8]: "
+        "it is still in all_reduce #1 on tp [4, 8], to which all have come; ranks 0 1 3 wait"
+    )
     assert "it has left no record; ranks 0 1 3 wait" in diagnose(dumps[:3])
     assert "stopped by SIGSTOP, it is in B" in diagnose(dumps, {2: "stopped by SIGSTOP"})
 
@@ -145,6 +150,7 @@ def test_operations_that_have_parted_and_one_that_does_not_end() -> None:
     assert "operations have parted: rank 0 is in all_reduce #1 on dp" in diagnose(dumps)
     dumps = [dumped(rank, ("all_reduce", "dp", pair)) for rank in pair]
     assert diagnose(dumps) == "ranks [0, 1] are all in all_reduce #1 on dp [4, 8]: it does not end"
+    assert suspect(dumps) is None
     assert diagnose([dumped(0, wait=False), dumped(1, wait=False)]) == ""
 
 

@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from plait.core.errors import ConfigError, WeightsError
-from plait.train.launch import Place, Worker, WorkerFailed, _failure, _share, address_of, launch, placed
+from plait.train.launch import Place, Worker, _share, address_of, launch, placed
+from plait.train.local import Ended, WorkerFailed, _failure, _report
 from plait.train.slurm import first_host, port, tasks_here
 from plait.train.worker import resolve, write_error
 from tests.train import jobs
@@ -195,20 +195,19 @@ def test_a_failing_rank_ends_all(tmp_path: Path, end: str, says: str, trace: str
 
 
 def test_the_first_failure_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rank 2 failed first, 0 because of it, and 1 was ended by the launcher."""
-    failures: dict[int, ProcessFailure] = {}
+    """Rank 2 failed first, 0 because of it."""
     for rank, error in ((2, WeightsError("these weights are damaged")), (0, RuntimeError("connection closed"))):
-        file = tmp_path / f"{rank}.json"
-        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
+        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / f"error-{rank}.json"))
         assert write_error(error) == (5 if rank == 2 else 4)
-        failures[rank] = ProcessFailure(local_rank=rank, pid=1, exitcode=1, error_file=str(file))
-    failures = {0: failures[0], 1: ProcessFailure(1, 1, -signal.SIGTERM, str(tmp_path / "none")), 2: failures[2]}
-    failed = _failure(failures, 3)
+    ended = [Ended(rank=rank, code=1, report=_report(tmp_path, rank)) for rank in (0, 2)]
+    failed = _failure(ended, 3, tmp_path)
+    assert isinstance(failed, WorkerFailed)
     assert str(failed).startswith("rank 2 of 3 failed: these weights are damaged")
-    assert failed.exit_code == 5
+    assert (failed.exit_code, failed.rank, failed.cause) == (5, 2, "error")
     # One that died without a word did not die of another's failure.
-    failures[1] = ProcessFailure(1, 1, -signal.SIGSEGV, str(tmp_path / "none"))
-    assert "rank 1 of 3 was ended by signal 11 (SIGSEGV)" in str(_failure(failures, 3))
+    ended.append(Ended(rank=1, code=-signal.SIGSEGV, report=None))
+    failed = _failure(ended, 3, tmp_path)
+    assert "rank 1 of 3 was ended by signal 11 (SIGSEGV)" in str(failed)
 
 
 def test_a_rank_that_exits_ends_at_once(tmp_path: Path) -> None:

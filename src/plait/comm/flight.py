@@ -135,14 +135,13 @@ def flight_file(folder: Path, rank: int) -> Path:
     return folder / f"flight-{rank}"
 
 
-def operations(path: Path) -> int:
-    """Operations that the rank with the ring at ``path`` has started, and notes it has made: both move as it does."""
+def stamp(path: Path) -> bytes:
+    """Bytes that change whenever the rank with the ring at ``path`` starts an operation, or notes what it does."""
     try:
         with open(path, "rb") as file:
-            head = file.read(_COUNTS_AT)
+            return file.read(_COUNTS_AT)[24:]
     except FileNotFoundError:
-        return 0
-    return hash(head[24:])
+        return b""
 
 
 def read(path: Path) -> dict[str, Any] | None:
@@ -211,37 +210,61 @@ def diagnose(dumps: Sequence[Mapping[str, Any]], places: Mapping[int, str] | Non
     ``dumps``: of the ranks, as `Flight.read` gives them; a rank without one is taken for gone. ``places``: what else is
     known of ranks, such as ``stopped by SIGSTOP``; it is said beside where they are. "" when no rank waits.
     """
-    by_rank = {int(dump["rank"]): dump for dump in dumps}
-    standing = {rank: record for rank, dump in by_rank.items() if (record := _standing(dump)) is not None}
-    if not standing:
+    by_rank, waits = _waits(dumps)
+    if not waits:
         return ""
-    disagreement = _disagreement(by_rank, standing)
+    disagreement = _disagreement(by_rank, waits)
     if disagreement:
         return disagreement
-    missing = {rank: _missing(by_rank, rank, record) for rank, record in standing.items()}
-    rank, path = min(standing), [-1]
-    while rank in standing and rank not in path and missing[rank]:
-        path.append(rank)
-        # Of several that have not come, one that waits for nobody is the cause; those that wait are its victims.
-        rank = min(missing[rank], key=lambda other: (other in standing, other))
-    waiter = path[-1]
-    if waiter < 0:  # all have come: the operation itself does not end
-        record = standing[rank]
-        return f"ranks {sorted(standing)} are all in {_name(record)}: it does not end"
-    if rank in path:
-        ring = path[path.index(rank) :]
-        waits = "; ".join(f"rank {one} in {_name(standing[one])} for rank {missing[one][0]}" for one in ring)
-        return f"ranks wait for each other: {waits}"
-    record = standing[waiter]
-    place = _place(by_rank.get(rank), (places or {}).get(rank, ""))
-    waiting = sorted(standing)
-    who = f"rank {waiting[0]} waits" if len(waiting) == 1 else f"ranks {' '.join(map(str, waiting))} wait"
+    path = _follow(by_rank, waits)
+    last, waiting = path[-1], sorted(waits)
+    if last in path[:-1]:
+        ring = path[path.index(last) : -1]
+        told = [f"rank {one} in {_name(waits[one])} for rank {_missing(by_rank, one, waits[one])[0]}" for one in ring]
+        return f"ranks wait for each other: {'; '.join(told)}"
+    if len(path) == 1:
+        return f"ranks {waiting} are all in {_name(waits[last])}: it does not end"
+    record, known = waits[path[-2]], (places or {}).get(last, "")
+    place = _place(by_rank.get(last), waits.get(last))
+    place = f"{known}, {place}" if known and last in by_rank else known or place
+    others = [rank for rank in waiting if rank != last]
+    who = f"rank {others[0]} waits" if len(others) == 1 else f"ranks {' '.join(map(str, others))} wait"
     verb = "sent" if record["operation"] == "recv" else "entered"
-    return f"rank {rank} never {verb} {_name(record)}: {place}; {who}"
+    return f"rank {last} never {verb} {_name(record)}: {place}; {who}"
 
 
-def _standing(dump: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """The operation in which a rank stands still."""
+def suspect(dumps: Sequence[Mapping[str, Any]]) -> int | None:
+    """The rank that `diagnose` names as the one that others wait for; None where it names none."""
+    by_rank, waits = _waits(dumps)
+    if not waits or _disagreement(by_rank, waits):
+        return None
+    path = _follow(by_rank, waits)
+    return path[-1] if len(path) > 1 and path[-1] not in path[:-1] else None
+
+
+def _waits(
+    dumps: Sequence[Mapping[str, Any]],
+) -> tuple[dict[int, Mapping[str, Any]], dict[int, Mapping[str, Any]]]:
+    """The dumps by rank, and the record in which each rank that stands still does so."""
+    by_rank = {int(dump["rank"]): dump for dump in dumps}
+    return by_rank, {rank: held for rank, dump in by_rank.items() if (held := standing(dump)) is not None}
+
+
+def _follow(by_rank: Mapping[int, Mapping[str, Any]], waits: Mapping[int, Mapping[str, Any]]) -> list[int]:
+    """From the first rank that stands still to one that it waits for, and so on: to a rank that waits for nobody, or
+    to one that was there already."""
+    path = [min(waits)]
+    while path[-1] in waits and path[-1] not in path[:-1]:
+        missing = _missing(by_rank, path[-1], waits[path[-1]])
+        if not missing:
+            break
+        # Of several that have not come, one that stands nowhere is the cause; those that wait are its victims.
+        path.append(min(missing, key=lambda other: (other in waits, other)))
+    return path
+
+
+def standing(dump: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """The record of the operation in which a rank stands still; None for one that does not."""
     return next((record for record in reversed(dump["records"]) if record["state"] == "waiting"), None)
 
 
@@ -253,11 +276,12 @@ def _name(record: Mapping[str, Any]) -> str:
     return f"{record['operation']} #{record['count']} on {record['axis']} {list(record['shape'])}{doing}"
 
 
-def _place(dump: Mapping[str, Any] | None, known: str) -> str:
+def _place(dump: Mapping[str, Any] | None, record: Mapping[str, Any] | None) -> str:
     if dump is None:
-        return known or "it has left no record"
-    doing = f"it is in {dump['doing']}" if dump["doing"] else "it is in no action of the schedule"
-    return f"{known}, {doing}" if known else doing
+        return "it has left no record"
+    if record is not None:
+        return f"it is still in {_name(record)}, to which all have come"
+    return f"it is in {dump['doing']}" if dump["doing"] else "it is in no action of the schedule"
 
 
 def _missing(dumps: Mapping[int, Mapping[str, Any]], rank: int, record: Mapping[str, Any]) -> list[int]:

@@ -14,9 +14,12 @@ import struct
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import final
+from typing import TYPE_CHECKING, final
 
-from plait.train.launch import Worker
+from plait.comm import flight
+
+if TYPE_CHECKING:
+    from plait.train.launch import Worker
 
 _BEAT = struct.Struct("<qqqdd?63s")
 """Beats so far, pid, step, time on the host's monotonic clock in seconds, compute seconds, bounded, phase."""
@@ -94,3 +97,51 @@ def read_beat(folder: Path, rank: int) -> Beat | None:
         return None
     phase = name.rstrip(b"\0").decode("utf-8", errors="replace")
     return Beat(count=count, pid=pid, step=step, phase=phase, time=when, compute=compute, bounded=bounded)
+
+
+@final
+class Lookout:
+    """Tells which of a launcher's ranks hangs: bounded by its last beat, and without a sign of life for ``timeout``."""
+
+    def __init__(self, folder: Path, ranks: int, timeout: float) -> None:
+        self._folder = folder
+        self._timeout = timeout
+        self._seen: list[object] = [None] * ranks
+        self._since = [0.0] * ranks
+
+    def hung(self, now: float) -> int | None:
+        """Look at all ranks, at ``now`` (monotonic seconds). A rank that stands still because another does is not
+        named: its own wait ends by time-out too, and says what it waited for."""
+        late = []
+        for rank in range(len(self._seen)):
+            beat = read_beat(self._folder, rank)
+            sign = (beat and beat.count, flight.stamp(flight.flight_file(self._folder, rank)))
+            if sign != self._seen[rank] or beat is None or not beat.bounded:
+                self._seen[rank], self._since[rank] = sign, now
+            elif now - self._since[rank] > self._timeout:
+                late.append(rank)
+        if not late:
+            return None
+        held = [flight.read(flight.flight_file(self._folder, rank)) for rank in range(len(self._seen))]
+        cause = flight.suspect([one for one in held if one is not None])
+        if cause is not None:
+            return cause if cause in late else None
+        free = [rank for rank in late if held[rank] is None or flight.standing(held[rank] or {}) is None]
+        return min(free, key=self._since.__getitem__) if free else None
+
+
+def state_of(pid: int) -> str:
+    """What the kernel says a process does, as a clause without its subject."""
+    try:
+        with open(f"/proc/{pid}/stat", encoding="ascii", errors="replace") as file:
+            state = file.read().rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return "is in a state that this system does not tell"
+    known = {
+        "T": "is stopped by a signal (SIGSTOP)",
+        "t": "is stopped by a debugger",
+        "R": "is running",
+        "D": "waits for a disk or a device",
+        "Z": "is dead",
+    }
+    return known.get(state, "sleeps")

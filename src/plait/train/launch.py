@@ -1,6 +1,6 @@
 """`launch`: runs a function on every rank of a run, whoever starts the processes.
 
-Without a launcher it starts local workers through torch.distributed's own. Under ``torchrun``, or ``srun`` with Slurm's
+Without a launcher it starts local workers (`plait.train.local`). Under ``torchrun``, or ``srun`` with Slurm's
 variables, this process *is* one of the ranks: it joins the others. Workers are started by command, with their function
 named in a JSON file: nothing is pickled. A failing rank, or Ctrl-C, ends all ranks at once, and the failing rank's own
 error is what the caller sees; a rank that another launcher started says it itself.
@@ -8,46 +8,29 @@ error is what the caller sees; a rank that another launcher started says it itse
 
 from __future__ import annotations
 
-import json
-import logging
 import os
 import signal
 import sys
-import tempfile
 import threading
 import traceback
-import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from plait.comm.flight import Flight, flight_file
 from plait.core.errors import ConfigError, PlaitError, PlanError, RankError
 from plait.core.mesh import Mesh
 from plait.train import slurm
-from plait.train.worker import BROKEN_PIPE, call, run
+from plait.train.local import WorkerFailed, run_local
+from plait.train.supervise import StoppedError
+from plait.train.worker import call, run
 
 if TYPE_CHECKING:
     import torch
-    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
     from plait.comm.world import World
-
-MONITOR_SECONDS = 0.1
-"""How often the launcher looks whether a rank has ended."""
-GRACE_SECONDS = 2
-"""What a rank that does not end on SIGTERM is given before SIGKILL."""
-_WORKER = """\
-import json, sys
-with open(sys.argv[1], encoding="utf-8") as file: sys.path[:] = json.load(file)["path"]
-from plait.train.worker import start
-start(sys.argv[1])
-"""
-"""A worker's program. With ``python -P`` it imports what the launcher can, and does not take a ``signal.py`` in the
-folder where a run was started for Python's own."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,7 +70,8 @@ class Worker:
         if mesh.world_size != place.world_size:
             raise PlanError(f"{place.world_size} ranks were started, the mesh {mesh.sizes} needs {mesh.world_size}")
         if place.address is None:
-            return World.connect(mesh, device=device, timeout=self.timeout)
+            flight = Flight(place.rank, flight_file(self.watch, place.rank)) if self.watch is not None else None
+            return World.connect(mesh, device=device, timeout=self.timeout, flight=flight)
         host, port = place.address
         patience = timedelta(seconds=self.timeout)
         try:
@@ -115,15 +99,6 @@ class Worker:
                 f"run.device=cuda: {place.local_size} ranks on this host need a GPU each; rank {place.rank} sees {gpus}"
             )
         return torch.device("cpu")
-
-
-class WorkerFailed(RankError):
-    """A local worker failed. ``trace`` is its own traceback ("" when it left none)."""
-
-    def __init__(self, message: str, *, trace: str, exit_code: int) -> None:
-        super().__init__(message)
-        self.trace = trace
-        self.exit_code = exit_code
 
 
 def placed(env: Mapping[str, str] = os.environ) -> Place | None:
@@ -157,13 +132,16 @@ def launch(
     device: str = "auto",
     timeout: float = 60.0,
     threads: int | None = None,
+    grace: float | None = None,
 ) -> None:
     """Run ``function(worker, *args)`` on ``processes`` ranks; returns when all have.
 
     ``function`` is importable at top level: the object, or ``"module:name"``. ``args`` are JSON values. ``device`` is
     auto, cpu or cuda; ``timeout`` the seconds any rank waits for another; ``threads`` those a local rank computes with
-    (None: OMP_NUM_THREADS, or the cores shared evenly). One rank, or a rank that torchrun or srun started, runs in this
-    process. Raises `WorkerFailed` naming the first local worker that failed, KeyboardInterrupt on Ctrl-C, and
+    (None: OMP_NUM_THREADS, or the cores shared evenly). ``grace``: for functions that heed
+    `plait.train.supervise.Stop`: the seconds they get to end after SIGTERM or SIGUSR1; None: all ranks end at once.
+    One rank, or a rank that torchrun or srun started, runs in this process. Raises `WorkerFailed` naming the first
+    local worker that failed or hangs, `StoppedError` when the ranks heeded a signal, KeyboardInterrupt on Ctrl-C, and
     BrokenPipeError when who read the output has left, after every rank has ended. When a rank that torchrun or srun
     started fails, it says why and this process ends.
     """
@@ -185,7 +163,11 @@ def launch(
             "path": sys.path,
             "parent": os.getpid(),
         }
-        _start(payload, processes)
+        try:
+            run_local(payload, processes, timeout=timeout, grace=grace)
+        except (WorkerFailed, StoppedError, KeyboardInterrupt, BrokenPipeError):
+            _leave_panel()
+            raise
 
 
 def address_of(function: Callable[..., object] | str) -> str:
@@ -244,87 +226,6 @@ def _join(address: str, worker: Worker, args: Sequence[object]) -> None:
     os._exit(code)
 
 
-def _start(payload: Mapping[str, object], processes: int) -> None:
-    """Start local workers and wait for them."""
-    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-
-    with tempfile.TemporaryDirectory(prefix="plait-") as folder:
-        file = Path(folder) / "job.json"
-        try:
-            file.write_text(json.dumps(payload), encoding="utf-8")
-        except TypeError as error:
-            raise ConfigError(f"the arguments of a launched function have to be JSON values: {error}") from error
-        config = LaunchConfig(
-            min_nodes=1,
-            max_nodes=1,
-            nproc_per_node=processes,
-            run_id=uuid.uuid4().hex,
-            rdzv_backend="c10d",
-            rdzv_endpoint="127.0.0.1:0",
-            local_addr="127.0.0.1",
-            max_restarts=0,
-            monitor_interval=MONITOR_SECONDS,
-            logs_specs=DefaultLogsSpecs(log_dir=folder),
-            signals_to_handle="SIGTERM,SIGHUP,SIGQUIT",
-            shutdown_timeout=GRACE_SECONDS,
-        )
-        with _quiet("torch.distributed"), _signals() as interrupts:
-            try:
-                elastic_launch(config, sys.executable)("-P", "-c", _WORKER, str(file))
-            except ChildFailedError as error:
-                _leave_panel()
-                if any(failure.exitcode == BROKEN_PIPE for failure in error.failures.values()):
-                    raise BrokenPipeError from None
-                raise _failure(error.failures, processes) from None
-            except SignalException as error:
-                _leave_panel()
-                if interrupts:
-                    raise KeyboardInterrupt from None
-                name = signal.Signals(error.sigval).name
-                raise WorkerFailed(f"{name}: all ranks were ended", trace="", exit_code=128 + error.sigval) from None
-
-
-@contextmanager
-def _signals() -> Iterator[list[int]]:
-    """Turn Ctrl-C into what torch's launcher ends its workers on, by SIGTERM; yields the interrupts that came."""
-    from torch.distributed.elastic.multiprocessing import SignalException
-
-    came: list[int] = []
-
-    def interrupted(number: int, frame: FrameType | None) -> None:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second one must not stop the ranks from being ended
-        came.append(number)
-        raise SignalException("interrupted", sigval=signal.SIGTERM)
-
-    if threading.current_thread() is not threading.main_thread():
-        yield came
-        return
-    taken = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
-    before = {number: signal.getsignal(number) for number in taken}
-    signal.signal(signal.SIGINT, interrupted)
-    try:
-        yield came
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-@contextmanager
-def _quiet(prefix: str) -> Iterator[None]:
-    """Keep the launcher's own log out of the way: what it says of a failure, `WorkerFailed` says better."""
-    loggers = [log for name, log in logging.root.manager.loggerDict.items() if name.startswith(prefix)]
-    before = [(log, log.level) for log in loggers if isinstance(log, logging.Logger)]
-    for log, _ in before:
-        log.setLevel(logging.CRITICAL + 1)
-    try:
-        yield
-    finally:
-        for log, level in before:
-            log.setLevel(level)
-
-
 def _leave_panel() -> None:
     """Rank 0 may have died while it drew: give the terminal its cursor back, and what follows a line of its own."""
     from rich.console import Console
@@ -333,34 +234,3 @@ def _leave_panel() -> None:
     if console.is_terminal:
         console.show_cursor()
         console.print()
-
-
-def _failure(failures: Mapping[int, ProcessFailure], processes: int) -> WorkerFailed:
-    """The error of the rank that failed first: others may have failed because of it, or were ended by the launcher."""
-
-    def order(item: tuple[int, ProcessFailure]) -> tuple[int, float]:
-        _, failure = item
-        report = _report(failure)
-        if report is None:  # died without a word: no consequence of another's failure, unless the launcher ended it
-            return (2, 0.0) if failure.exitcode == -signal.SIGTERM else (0, 0.0)
-        return 1, float(report["time"])
-
-    rank, failure = min(failures.items(), key=order)
-    report = _report(failure)
-    who = f"rank {rank} of {processes}"
-    if report is not None:
-        code = int(report["exit_code"])
-        what = str(report["summary"])
-        return WorkerFailed(f"{who} failed: {what}\nAll ranks were ended.", trace=str(report["trace"]), exit_code=code)
-    if failure.exitcode < 0:
-        how = f"{who} was ended by signal {-failure.exitcode} ({failure.signal_name()})"
-        hint = "if nobody killed it, the machine ran out of memory: take a smaller plan.micro, or plan.recompute=full"
-        hint = hint if failure.exitcode == -signal.SIGKILL else "its last words, if any, are above"
-    else:
-        how, hint = f"{who} ended with exit code {failure.exitcode}", "its last words, if any, are above"
-    return WorkerFailed(f"{how}; {hint}.\nAll ranks were ended.", trace="", exit_code=RankError.exit_code)
-
-
-def _report(failure: ProcessFailure) -> dict[str, Any] | None:
-    found = failure.error_file_data.get("plait")
-    return found if isinstance(found, dict) else None

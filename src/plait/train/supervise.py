@@ -1,6 +1,6 @@
 """What a rank of a supervised run uses: `Stop`, a signal that asks for an end; `Stragglers`, which of them is slow.
 
-The other side, which starts ranks and starts them again, is `plait.train.restart`.
+The other side, which starts ranks and starts them again, is `plait.train.local` and `plait.train.restart`.
 """
 
 from __future__ import annotations
@@ -13,11 +13,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from types import FrameType
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
 from plait.core.errors import PlaitError
 from plait.train.events_log import EventLog
-from plait.train.launch import Worker
+
+if TYPE_CHECKING:
+    from plait.train.launch import Worker
 
 STOPPING = (signal.SIGTERM, signal.SIGUSR1)
 """Signals that ask a run to save and end: a preemption notice, and what Slurm's ``--signal=USR1@60`` sends."""

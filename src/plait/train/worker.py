@@ -112,7 +112,8 @@ def start(path: str) -> NoReturn:
 
     place = placed()
     assert place is not None, "the launcher sets RANK and WORLD_SIZE"
-    code, _ = run(job["function"], Worker(place=place, device=job["device"], timeout=job["timeout"]), job["args"])
+    worker = Worker(place=place, device=job["device"], timeout=job["timeout"], watch=Path(job["watch"]))
+    code, _ = run(job["function"], worker, job["args"])
     sys.stdout.flush()
     sys.stderr.flush()
     # Threads of a process group that is no longer whole would keep the interpreter from ending.

@@ -1,0 +1,278 @@
+"""Ranks on this machine: started by command, watched, and ended together.
+
+Each rank is a process with a store to meet the others at and a private folder in which it leaves its signs of life
+(`plait.train.heartbeat`), its last operations (`plait.comm.flight`) and the error that it ends with. Nothing is
+pickled. When one fails, or stands still, all are ended, and the error names that rank, what became of it, and what the
+others waited for. The kernel ends them when this process dies.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any, final
+
+from plait.comm import flight
+from plait.core.errors import ConfigError, RankError
+from plait.train.heartbeat import Beat, Lookout, read_beat, state_of
+from plait.train.supervise import STOPPING, StoppedError, stop_file
+from plait.train.worker import BROKEN_PIPE
+
+POLL_SECONDS = 0.05
+"""How often it is looked whether a rank has ended."""
+LOOK_SECONDS = 0.5
+"""How often their signs of life are read."""
+SETTLE_SECONDS = 0.1
+"""After a rank has failed: others that fail at the same time are asked too, the first of them is the cause."""
+GRACE_SECONDS = 2.0
+"""What ranks that do not end on SIGTERM are given before SIGKILL; a run that is started again has no such patience."""
+_WORKER = """\
+import json, sys
+with open(sys.argv[1], encoding="utf-8") as file: sys.path[:] = json.load(file)["path"]
+from plait.train.worker import start
+start(sys.argv[1])
+"""
+"""A worker's program. With ``python -P`` it imports what the launcher can, and does not take a ``signal.py`` in the
+folder where a run was started for Python's own."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ended:
+    """How a rank ended: its exit code (below zero: minus a signal) and the report it left, if any."""
+
+    rank: int
+    code: int
+    report: Mapping[str, Any] | None
+
+
+class WorkerFailed(RankError):
+    """A local rank failed, and all were ended.
+
+    ``rank`` is which (-1: none, a signal came to the launcher), ``cause`` is error, exit, signal or hang, ``trace`` its
+    own traceback ("" when it left none), ``diagnosis`` what the others waited for ("" when nobody did), ``flights`` the
+    last operations of all ranks, ``beats`` their last signs of life.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        trace: str,
+        exit_code: int,
+        rank: int = -1,
+        cause: str = "signal",
+        diagnosis: str = "",
+        flights: Sequence[Mapping[str, Any]] = (),
+        beats: Mapping[int, Beat] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.trace = trace
+        self.exit_code = exit_code
+        self.rank = rank
+        self.cause = cause
+        self.diagnosis = diagnosis
+        self.flights = flights
+        self.beats = beats or {}
+
+
+def run_local(job: Mapping[str, object], processes: int, *, timeout: float, grace: float | None) -> None:
+    """Run ``job`` on ``processes`` local ranks; returns when all are done.
+
+    ``timeout``: a rank whose signs of life stop for so many seconds hangs. ``grace``: None, or what ranks get to save
+    after SIGTERM or SIGUSR1, which is then passed on to them; another such signal ends them at once. Raises
+    `WorkerFailed`, `StoppedError` when all ranks ended on a signal as they should, KeyboardInterrupt, and
+    BrokenPipeError when who read the output has left.
+    """
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, yet torch does not list it
+
+    with tempfile.TemporaryDirectory(prefix="plait-", ignore_cleanup_errors=True) as name:
+        folder = Path(name)
+        try:
+            (folder / "job.json").write_text(json.dumps({**job, "watch": name}), encoding="utf-8")
+        except TypeError as error:
+            raise ConfigError(f"the arguments of a launched function have to be JSON values: {error}") from error
+        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        ranks: list[subprocess.Popen[bytes]] = []
+        with _Signals(passed_on=grace is not None) as signals:
+            try:
+                for rank in range(processes):
+                    command = [sys.executable, "-P", "-c", _WORKER, str(folder / "job.json")]
+                    ranks.append(subprocess.Popen(command, env=_environment(rank, processes, folder, store.port)))
+                _watch(ranks, folder, signals, timeout, grace)
+            finally:
+                _end(ranks, gently=grace is None)
+
+
+def _environment(rank: int, processes: int, folder: Path, port: int) -> dict[str, str]:
+    """What torch.distributed's ``env://`` reads, and where a failing rank leaves its error."""
+    return {
+        **os.environ,
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(processes),
+        "LOCAL_WORLD_SIZE": str(processes),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHELASTIC_ERROR_FILE": str(folder / f"error-{rank}.json"),
+    }
+
+
+def _watch(
+    ranks: Sequence[subprocess.Popen[bytes]], folder: Path, signals: _Signals, timeout: float, grace: float | None
+) -> None:
+    """Return when all ranks have ended well; raise as `run_local` says, with ranks perhaps still there."""
+    lookout, looked = Lookout(folder, len(ranks), timeout), time.monotonic()
+    asked: float | None = None
+    while True:
+        ended = _ended(ranks, folder)
+        if any(one.code not in (0, StoppedError.exit_code) for one in ended):
+            time.sleep(SETTLE_SECONDS)
+            raise _failure(_ended(ranks, folder), len(ranks), folder)
+        if len(ended) == len(ranks):
+            stopped = [one for one in ended if one.code]
+            if not stopped:
+                return
+            report = stopped[0].report or {}
+            raise StoppedError(str(report.get("summary", "the ranks stopped")))
+        now = time.monotonic()
+        if signals.fatal == signal.SIGINT:
+            raise KeyboardInterrupt
+        late = asked is not None and grace is not None and now > asked + grace
+        if signals.fatal or late:
+            number = signals.fatal or signals.asked
+            why = f"the ranks had not saved within {grace:g} s (run.grace)" if late else "all ranks were ended"
+            raise WorkerFailed(f"{signal.Signals(number).name}: {why}", trace="", exit_code=128 + number)
+        if signals.asked and asked is None:
+            asked = now
+            draft = folder / "stop.tmp"
+            draft.write_text(str(int(signals.asked)), encoding="ascii")
+            draft.rename(stop_file(folder))
+        if now > looked + LOOK_SECONDS:
+            looked = now
+            rank = lookout.hung(now)
+            if rank is not None:
+                raise _hang(rank, len(ranks), folder, timeout, ranks[rank].pid)
+        time.sleep(POLL_SECONDS)
+
+
+def _ended(ranks: Sequence[subprocess.Popen[bytes]], folder: Path) -> list[Ended]:
+    found = [(rank, process.poll()) for rank, process in enumerate(ranks)]
+    return [Ended(rank=rank, code=code, report=_report(folder, rank)) for rank, code in found if code is not None]
+
+
+def _report(folder: Path, rank: int) -> dict[str, Any] | None:
+    try:
+        found = json.loads((folder / f"error-{rank}.json").read_text(encoding="utf-8"))["plait"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def _failure(ended: Sequence[Ended], processes: int, folder: Path) -> Exception:
+    """The error of the rank that failed first: others may have failed because of it."""
+    failed = [one for one in ended if one.code not in (0, StoppedError.exit_code)]
+    if any(one.code == BROKEN_PIPE for one in failed):
+        return BrokenPipeError()
+    # One that died without a word did not die of another's failure.
+    first = min(failed, key=lambda one: (0, 0.0) if one.report is None else (1, float(one.report["time"])))
+    who, code, trace, cause = f"rank {first.rank} of {processes}", RankError.exit_code, "", "exit"
+    hint, known = "its last words, if any, are above", f"it ended with exit code {first.code}"
+    if first.report is not None:
+        code, trace, cause = int(first.report["exit_code"]), str(first.report["trace"]), "error"
+        text, known = f"{who} failed: {first.report['summary']}", "it failed"
+    elif first.code < 0:
+        name, cause = signal.Signals(-first.code).name, "signal"
+        known = f"it was ended by {name}"
+        if first.code == -signal.SIGKILL:
+            hint = "if nobody killed it, the machine ran out of memory: take a smaller plan.micro, or "
+            hint += "plan.recompute=full"
+        text = f"{who} was ended by signal {-first.code} ({name}); {hint}."
+    else:
+        text = f"{who} ended with exit code {first.code}; {hint}."
+    return _failed(text, folder, processes, {first.rank: known}, first.rank, cause, trace, code)
+
+
+def _hang(rank: int, processes: int, folder: Path, timeout: float, pid: int) -> WorkerFailed:
+    beat, state = read_beat(folder, rank), state_of(pid)
+    where = f" in step {beat.step} ({beat.phase})" if beat is not None else ""
+    text = f"rank {rank} of {processes} hangs{where}: no sign of life for {timeout:g} s (run.timeout); it {state}."
+    return _failed(text, folder, processes, {rank: f"it {state}"}, rank, "hang", "", RankError.exit_code)
+
+
+def _failed(
+    text: str, folder: Path, processes: int, places: Mapping[int, str], rank: int, cause: str, trace: str, code: int
+) -> WorkerFailed:
+    flights = [held for one in range(processes) if (held := flight.read(flight.flight_file(folder, one))) is not None]
+    beats = {one: beat for one in range(processes) if (beat := read_beat(folder, one)) is not None}
+    diagnosis = flight.diagnose(flights, places)
+    lines = [text, *([diagnosis[0].upper() + diagnosis[1:] + "."] if diagnosis else []), "All ranks were ended."]
+    return WorkerFailed(
+        "\n".join(lines),
+        trace=trace,
+        exit_code=code,
+        rank=rank,
+        cause=cause,
+        diagnosis=diagnosis,
+        flights=flights,
+        beats=beats,
+    )
+
+
+def _end(ranks: Sequence[subprocess.Popen[bytes]], *, gently: bool) -> None:
+    """End what is left of the ranks, stopped ones too."""
+    if gently:
+        for process in ranks:
+            if process.poll() is None:
+                process.terminate()
+        deadline = time.monotonic() + GRACE_SECONDS
+        while any(process.poll() is None for process in ranks) and time.monotonic() < deadline:
+            time.sleep(POLL_SECONDS / 5)
+    for process in ranks:
+        if process.poll() is None:
+            process.kill()
+    for process in ranks:
+        process.wait()
+
+
+@final
+class _Signals:
+    """Notes the signals that come meanwhile, so that ranks are ended in order; a second one changes nothing.
+
+    ``passed_on``: those of `STOPPING` ask the ranks to end; the same signal again ends them.
+    """
+
+    def __init__(self, *, passed_on: bool) -> None:
+        self._passed_on = passed_on
+        self.asked = 0
+        self.fatal = 0
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> _Signals:
+        if threading.current_thread() is threading.main_thread():
+            taken = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT}
+            for number in taken | set(STOPPING if self._passed_on else ()):
+                if signal.getsignal(number) != signal.SIG_IGN:  # nohup
+                    self._before[number] = signal.signal(number, self._handle)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self._passed_on and number in STOPPING and not self.asked:
+            self.asked = number
+        elif not self.fatal:
+            self.fatal = number
