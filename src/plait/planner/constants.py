@@ -19,7 +19,23 @@ FIT_SOURCES = (
 )
 """Sources of ``published.jsonl`` whose step times constants were fitted on: 6 of 15. All others are held out."""
 
-FAMILIES = ("GH200", "GB200", "GB300", "A100", "A800", "H100", "H200", "H800", "B200", "B300", "MI300", "MI325", "MI355", "TPU", "V100")
+FAMILIES = (
+    "GH200",
+    "GB200",
+    "GB300",
+    "A100",
+    "A800",
+    "H100",
+    "H200",
+    "H800",
+    "B200",
+    "B300",
+    "MI300",
+    "MI325",
+    "MI355",
+    "TPU",
+    "V100",
+)
 """Families, by the first of them that a device's name holds."""
 
 ALIKE = {
@@ -57,65 +73,114 @@ def _c(value: float, unit: str, meaning: str, source: str) -> Constant:
 CONSTANTS: Mapping[str, Constant] = {
     # --- products
     "gemm_share": _c(0.70, "of peak", "rate of a large product, no waves lost", "hardware.json"),
-    "gemm_share.A100": _c(0.80, "of peak", "rate of a large product, no waves lost", _CALIB),
-    "gemm_share.H100": _c(0.72, "of peak", "rate of a large product, no waves lost", "hardware.json, llm_foundry_mpt"),
-    "gemm_share.B200": _c(0.60, "of peak", "rate of a large product, no waves lost", _CALIB),
+    "gemm_share.A100": _c(0.78, "of peak", "rate of a large product, no waves lost", _CALIB),
+    "gemm_share.H100": _c(0.66, "of peak", "rate of a large product, no waves lost", "hardware.json, llm_foundry_mpt"),
+    "gemm_share.B200": _c(0.46, "of peak", "rate of a large product, no waves lost", _CALIB),
     "gemm_share.MI300": _c(0.50, "of peak", "rate of a large product, no waves lost", "hardware.json"),
     "gemm_share.TPU": _c(0.85, "of peak", "rate of a large product, no waves lost", "hardware.json"),
     "low_share": _c(0.65, "of peak", "the same in fp8", "hardware.json"),
     "low_share.B200": _c(0.60, "of peak", "the same in fp8", "megatron_bridge_perf"),
+    "low_share.GB200": _c(0.53, "of peak", "the same in fp8, 1200 W", "megatron_bridge_perf"),
+    "low_share.GB300": _c(0.75, "of peak", "the same in fp8, 1400 W", "megatron_bridge_perf"),
+    "low_share.B300": _c(0.62, "of peak", "the same in fp8, 1100 W", "megatron_bridge_perf"),
+    "gemm_share.GB200": _c(0.55, "of peak", "rate of a large product, no waves lost, 1200 W", "megatron_bridge_perf"),
+    "gemm_share.GB300": _c(0.62, "of peak", "rate of a large product, no waves lost, 1400 W", "megatron_bridge_perf"),
     "fp4_share": _c(0.50, "of peak", "the same in fp4", "megatron_bridge_perf"),
     "processors": _c(132, "count", "processors that tiles are spread over (SMs)", "data sheet"),
     "processors.A100": _c(108, "count", "processors that tiles are spread over (SMs)", "data sheet"),
     "processors.B200": _c(148, "count", "processors that tiles are spread over (SMs)", "data sheet"),
     "processors.MI300": _c(304, "count", "processors that tiles are spread over (CUs)", "data sheet"),
-    "tile": _c(128, "rows", "side of a product's output tile", _CALIB),
-    "tile_columns": _c(256, "columns", "other side of it", _CALIB),
+    "unaligned": _c(
+        2.4, "1", "time of a product with a size that is no multiple of 8, relative to a padded one", "vtrain_a100"
+    ),
+    "tile": _c(256, "rows", "side of a product's output tile", _CALIB),
+    "tile_columns": _c(128, "columns", "other side of it", _CALIB),
     "wave_share": _c(0.5, "1", "share of a last wave's empty tiles that is lost", _CALIB),
-    "prologue": _c(128, "k", "inner length that a tile's start and end cost", _CALIB),
-    "join": _c(2.0, "1", "power of the norm that joins compute and memory time of an operator", _CALIB),
-    "grouped_share": _c(0.9, "1", "rate of a grouped product relative to a single one", _CALIB),
-    "kernel_gap": _c(3e-6, "s", "start and end of a kernel on the device", "vtrain_a100"),
+    "prologue": _c(140, "k", "inner length that a tile's start and end cost", _CALIB),
+    "join": _c(1.7, "1", "power of the norm that joins compute and memory time of an operator", _CALIB),
+    "grouped_share": _c(0.8, "1", "rate of a grouped product relative to a single one", _CALIB),
+    "kernel_gap": _c(4e-6, "s", "start and end of a kernel on the device", "vtrain_a100"),
+    "tf32_share": _c(0.65, "of peak", "rate of a large product in tf32", "hardware.json"),
+    "watts": _c(1.0, "1", "sustained rate of products under a power limit, of that without", "definition"),
+    "watts.500W": _c(
+        0.85, "1", "square root of 500 W over 700 W: rate follows clock, power its square or more", "physics"
+    ),
     # --- attention
-    "flash_forward": _c(0.55, "of peak", "flash attention forward, head 128", "llm_foundry_mpt"),
-    "flash_forward.A100": _c(0.60, "of peak", "flash attention forward, head 128", _CALIB),
+    "flash_forward": _c(0.6, "of peak", "flash attention forward, head 128", "llm_foundry_mpt"),
+    "flash_forward.A100": _c(0.7, "of peak", "flash attention forward, head 128", _CALIB),
     "flash_forward.B200": _c(0.60, "of peak", "flash attention forward, head 128", _CALIB),
-    "flash_backward": _c(0.45, "of peak", "flash attention backward, head 128", "llm_foundry_mpt"),
-    "flash_backward.A100": _c(0.52, "of peak", "flash attention backward, head 128", _CALIB),
+    "flash_backward": _c(0.48, "of peak", "flash attention backward, head 128", "llm_foundry_mpt"),
+    "flash_backward.A100": _c(0.45, "of peak", "flash attention backward, head 128", _CALIB),
     "flash_backward.B200": _c(0.45, "of peak", "flash attention backward, head 128", _CALIB),
-    "flash_dim": _c(32, "elements", "head dim at which attention loses half of its rate", "llm_foundry_mpt"),
+    "flash_dim": _c(12, "elements", "head dim at which attention loses half of its rate", "llm_foundry_mpt"),
     "flash_rows": _c(512, "tokens", "sequence at which attention loses half of its rate", "llm_foundry_mpt"),
-    "batched_share": _c(0.5, "1", "rate of unfused attention's products relative to a linear layer's", "vtrain_a100"),
+    "flash_version": _c(1.0, "1", "rate of a framework's attention kernel relative to the device's best", "definition"),
+    "flash_version.fsdp": _c(
+        0.6, "1", "the same for llm-foundry's of 2023 (FlashAttention 1, Triton)", "llm_foundry_mpt"
+    ),
+    "flash_version.fsdp.H100": _c(0.35, "1", "the same on Hopper, for which it was not made", "llm_foundry_mpt"),
+    "flash_version.internevo": _c(0.6, "1", "the same for InternEvo's of 2023 (FlashAttention 1)", "internevo"),
+    "flash_version.torchtitan.H100": _c(
+        0.6, "1", "FlashAttention 2 on Hopper", "Shah et al. 2024, arXiv:2407.08608, figure 5"
+    ),
+    "flash_version.nanotron.H100": _c(
+        0.6, "1", "FlashAttention 2 on Hopper", "Shah et al. 2024, arXiv:2407.08608, figure 5"
+    ),
+    "flash_version.plait.H100": _c(
+        0.6, "1", "FlashAttention 2 on Hopper", "Shah et al. 2024, arXiv:2407.08608, figure 5"
+    ),
+    "batched_share": _c(0.48, "1", "rate of unfused attention's products relative to a linear layer's", "vtrain_a100"),
     # --- memory
     "memory_share": _c(0.75, "of bandwidth", "memory-bound operators", "hardware.json"),
     "optimizer_share": _c(0.70, "of bandwidth", "the optimizer step", "hardware.json"),
-    "optimizer_passes": _c(1.2, "1", "bytes the optimizer moves over those of its state read and written once", "zero_bubble"),
+    "optimizer_passes": _c(
+        1.0, "1", "bytes the optimizer moves over those of its state read and written once", "zero_bubble"
+    ),
     # --- host
-    "launch": _c(6e-6, "s", "host time of one operator", "vtrain_a100"),
+    "launch": _c(26e-6, "s", "host time of one operator", "vtrain_a100"),
     "launch.TPU": _c(0.0, "s", "host time of one operator: compiled programs", "definition"),
     "launch.cpu": _c(0.0, "s", "host time of one operator: in its own time", "definition"),
-    "fused_launch": _c(0.7, "1", "host time of an operator under fused modules relative to plain ones", "megatron_bridge_perf"),
-    "backward_launch": _c(0.6, "1", "host time of an operator in backward (no Python) relative to forward", "vtrain_a100"),
-    "microbatch_host": _c(1e-3, "s", "host time of a microbatch that nothing hides, beside its operators", "zero_bubble"),
-    "step_host": _c(10e-3, "s", "host time of a step that nothing hides: batch, loss, logging", "vtrain_a100"),
+    "pace": _c(1.0, "1", "host time of an operator under a framework, relative to `launch`", "definition"),
+    "pace.megatron-deepspeed": _c(4.5, "1", "the same under DeepSpeed's engine and hooks", "vtrain_a100"),
+    "pace_join": _c(
+        3.0, "1", "power of the norm that joins the device's and the host's time of a phase", "vtrain_a100"
+    ),
+    "fused_launch": _c(
+        0.7, "1", "host time of an operator under fused modules relative to plain ones", "megatron_bridge_perf"
+    ),
+    "backward_launch": _c(
+        0.75, "1", "host time of an operator in backward (no Python) relative to forward", "vtrain_a100"
+    ),
+    "microbatch_host": _c(
+        5e-4, "s", "host time of a microbatch that nothing hides, beside its operators", "zero_bubble"
+    ),
+    "step_host": _c(5e-3, "s", "host time of a step that nothing hides: batch, loss, logging", "vtrain_a100"),
     # --- wires
     "link_share": _c(0.75, "of bandwidth", "all-reduce bandwidth inside a node, bus convention", _NCCL),
     "link_share.H100": _c(0.80, "of bandwidth", "all-reduce bandwidth inside a node, bus convention", _NCCL),
     "link_share.B200": _c(0.742, "of bandwidth", "all-reduce bandwidth inside a node, bus convention", _NCCL),
     "gather_share": _c(0.9, "1", "all-gather and reduce-scatter bandwidth relative to all-reduce", _NCCL),
     "exchange_share": _c(0.8, "1", "all-to-all bandwidth relative to all-reduce", _NCCL),
-    "network_share": _c(0.75, "of bandwidth", "collectives between nodes", _NCCL),
+    "network_share": _c(0.65, "of bandwidth", "collectives between nodes", _NCCL),
     "p2p_share": _c(0.7, "of bandwidth", "one message between two devices", _NCCL),
-    "link_step": _c(4e-6, "s", "latency of one step of a ring inside a node", _NCCL),
+    "link_step": _c(8.3e-6, "s", "latency of one step of a ring inside a node", _NCCL),
     "network_step": _c(12e-6, "s", "latency of one step between nodes", _NCCL),
-    "collective_base": _c(15e-6, "s", "fixed latency of a collective", _NCCL),
+    "collective_base": _c(23e-6, "s", "fixed latency of a collective", _NCCL),
     # --- overlap
-    "contention": _c(0.15, "s/s", "slowing of compute by communication beside it", "llm_foundry_mpt"),
-    "hidden_share": _c(0.9, "1", "share of compute that data-parallel communication can hide under", "llm_foundry_mpt"),
-    "split_share": _c(0.6, "1", "share of tensor-parallel communication that overlap in parts hides", "megatron_bridge_perf"),
-    "expert_hidden": _c(0.6, "1", "share of expert exchange that overlap hides", "megatron_bridge_perf"),
+    "contention": _c(0.2, "s/s", "slowing of compute by communication beside it", "llm_foundry_mpt"),
+    "hidden_share": _c(0.7, "1", "share of compute that data-parallel communication can hide under", "llm_foundry_mpt"),
+    "split_share": _c(
+        0.75, "1", "share of tensor-parallel communication that overlap in parts hides", "megatron_bridge_perf"
+    ),
+    "expert_hidden": _c(0.95, "1", "share of expert exchange that overlap hides", "megatron_bridge_perf"),
+    "node_once": _c(0.0, "1", "1: a token goes to a node once, whatever number of its experts is there", "definition"),
+    "node_once.megatron": _c(1.0, "1", "the same: DeepEP and HybridEP", "definition"),
     "imbalance": _c(1.3, "1", "rows of the fullest rank's experts over the mean, routing not forced even", "moe"),
     "straggle": _c(0.0, "1", "slowing a doubling of nodes (jitter that all wait for)", "llm_foundry_mpt"),
+    "owner": _c(
+        0.0, "s", "sending of one owner's new weights, where each owner of state broadcasts its own", "definition"
+    ),
+    "owner.internevo": _c(2.5e-3, "s", "the same under InternEvo", "internevo"),
     # --- interval
     "spread": _c(0.12, "1", "80% of residuals of the log of step time, dense, one node", "fit sources"),
     "spread_nodes": _c(0.04, "1", "added to it for several nodes", "fit sources"),
@@ -137,6 +202,15 @@ class Table:
                 return value
             at = ALIKE.get(at)
         return self._values[name]
+
+    def within(self, name: str, framework: str, family: str) -> float:
+        """The value for a framework on ``family``, for the framework anywhere, or for all."""
+        at: str | None = family
+        while at:
+            if (value := self._values.get(f"{name}.{framework}.{at}")) is not None:
+                return value
+            at = ALIKE.get(at)
+        return self.of(name, framework)
 
     def replace(self, values: Mapping[str, float]) -> Table:
         """This table with some values changed."""

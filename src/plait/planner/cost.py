@@ -24,7 +24,7 @@ from plait.planner.kernels import Machine, seconds
 from plait.planner.ops import Message, Phase, Slice
 from plait.planner.overlap import Pipeline, Share, makespan, under
 from plait.planner.prediction import Prediction, RankTime
-from plait.planner.wires import Group, collective
+from plait.planner.wires import Group, collective, exchange
 from plait.schedule.generate import generate
 from plait.schedule.simulate import Cost, simulate
 
@@ -69,9 +69,14 @@ class Spent:
     flops: float = 0.0
 
     @property
+    def waits(self) -> float:
+        """Seconds of exposed communication."""
+        return sum(value for _, value in self.exposed)
+
+    @property
     def total(self) -> float:
         """Device seconds with exposed communication."""
-        return self.device + sum(value for _, value in self.exposed)
+        return self.device + self.waits
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -133,7 +138,11 @@ def _spent(machine: Machine, cut: Slice, phase: Phase, name: str, parts: frozens
     if parts is None:
         groups = _groups(cut)
         for message in phase.messages:
-            cost = collective(machine, message.op, message.size, groups[message.axis])
+            if message.axis == "ep" and cut.model.moe is not None:
+                once = table.of("node_once", practice.framework) > 0
+                cost = exchange(machine, message.size, groups["ep"], cut.model.moe.top_k, once)
+            else:
+                cost = collective(machine, message.op, message.size, groups[message.axis])
             if cost == 0.0:
                 continue
             share = _share(machine, cut, message, cost, name, device, core)
@@ -141,7 +150,7 @@ def _spent(machine: Machine, cut: Slice, phase: Phase, name: str, parts: frozens
             exposed[axis] = exposed.get(axis, 0.0) + share.exposed
             hidden[axis] = hidden.get(axis, 0.0) + share.hidden
             device += share.slowing
-            launches += 2
+            launches += 1
     if name == "B":
         launches *= table.of("backward_launch", machine.family)
     return Spent(
@@ -153,9 +162,7 @@ def _spent(machine: Machine, cut: Slice, phase: Phase, name: str, parts: frozens
     )
 
 
-def _share(
-    machine: Machine, cut: Slice, message: Message, cost: float, name: str, device: float, core: float
-) -> Share:
+def _share(machine: Machine, cut: Slice, message: Message, cost: float, name: str, device: float, core: float) -> Share:
     """How much of one message the layer's own compute hides."""
     table, family, practice = machine.table, machine.family, cut.practice
     contention = table.of("contention", family)
@@ -180,6 +187,9 @@ def _layer(machine: Machine, cut: Slice, experts: bool, window: int | None, mode
     weight = _spent(machine, cut, work.weight, "W")
     if mode == "full":
         backward = _added([(backward, 1), (forward, 1)])
+    elif mode == "selective" and cut.practice.framework == "torchtitan":
+        # It keeps every second product's output; everything else runs again.
+        backward = _added([(backward, 1), (forward, 1 / 2)])
     elif mode == "selective":
         named = cut.practice.recompute_parts or ("core_attn",)
         parts = frozenset(part for name in named for part in PARTS.get(name, ()))
@@ -306,14 +316,25 @@ def _paced(machine: Machine, stage: Stage, practice: Practice, microbatches: int
     if practice.graph:
         return Paced(forward=f, backward=b, weight=w)
     table, family = machine.table, machine.family
-    launch = machine.launch * (table.of("fused_launch", family) if practice.fused else 1.0)
-    host_f = stage.forward.launches * launch
-    host_b = (stage.backward.launches + stage.weight.launches) * launch
-    alone = max(f, host_f) + max(b + w, host_b)
-    many = max(f + b + w, host_f + host_b)
+    launch = machine.launch * table.of("pace", practice.framework)
+    if practice.fused:
+        launch *= table.of("fused_launch", family)
+    # Messages wait for other ranks, so that the host does not get ahead under them.
+    host_f = stage.forward.launches * launch + stage.forward.waits
+    host_b = (stage.backward.launches + stage.weight.launches) * launch + stage.backward.waits + stage.weight.waits
+    # Some operators wait for the host and some for the device: a smooth maximum.
+    power = table.of("pace_join", family)
+    alone = _smooth(f, host_f, power) + _smooth(b + w, host_b, power)
+    many = _smooth(f + b + w, host_f + host_b, power)
     mean = (alone + (microbatches - 1) * many) / microbatches
     factor = mean / (f + b + w) if f + b + w else 1.0
     return Paced(forward=f * factor, backward=b * factor, weight=w * factor)
+
+
+def _smooth(device: float, host: float, power: float) -> float:
+    """The longer of two times, and more where they are near."""
+    low, high = sorted((device, host))
+    return high * (1 + (low / high) ** power) ** (1 / power) if high else 0.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -340,6 +361,7 @@ def _data(machine: Machine, job: Job, stages: Sequence[Stage], paced: Sequence[P
     contention, usable = table.of("contention", family), table.of("hidden_share", family)
     zero = plan.zero
     grads = weights = 0.0
+    owners = 0
     for count, group in ((dense, shared), (experts, copies)):
         if not count:
             continue
@@ -350,6 +372,7 @@ def _data(machine: Machine, job: Job, stages: Sequence[Stage], paced: Sequence[P
         grads += collective(machine, "reduce_scatter", kept * count, inner)
         grads += collective(machine, "all_reduce", kept * count / inner.size, outer)
         weights += collective(machine, "all_gather", width * count, inner)
+        owners = max(owners, inner.size)
     m = job.microbatches
     shares = dense / (shared.size if zero else 1) + experts / (copies.size if zero else 1)
     if plan.zero_group and zero:
@@ -358,12 +381,16 @@ def _data(machine: Machine, job: Job, stages: Sequence[Stage], paced: Sequence[P
     update = moved / machine.optimizer_bandwidth
     if zero == 3:
         # Every microbatch gathers the weights twice (forward, backward) and reduces its gradients.
-        pull = under(2 * weights * m, usable * m * (forward + backward) if practice.overlap_weights else 0.0, contention)
+        pull = under(
+            2 * weights * m, usable * m * (forward + backward) if practice.overlap_weights else 0.0, contention
+        )
         left = usable * m * (forward + backward) - pull.hidden
         push = under(grads * m, max(0.0, left) if practice.overlap_grads else 0.0, contention)
         return Data(grads=push, weights=pull, optimizer=update)
     push = under(grads, usable * backward if practice.overlap_grads else 0.0, contention)
     pull = under(weights, usable * forward if practice.overlap_weights else 0.0, contention)
+    sent = owners * table.of("owner", practice.framework)
+    pull = Share(exposed=pull.exposed + sent, hidden=pull.hidden, slowing=pull.slowing)
     return Data(grads=push, weights=pull, optimizer=update)
 
 
@@ -510,7 +537,10 @@ def timeline(job: Job, table: Table = DEFAULT) -> list[Event]:
     end = max(event.end for event in events)
     for rank in predict(job, table).ranks:
         at = end
-        spans = (("comm", "all_reduce", "gradients", rank.exposed.get("dp", 0.0)), ("compute", "optimizer", "update", rank.optimizer))
+        spans = (
+            ("comm", "all_reduce", "gradients", rank.exposed.get("dp", 0.0)),
+            ("compute", "optimizer", "update", rank.optimizer),
+        )
         for stream, kind, what, length in spans:
             if length:
                 events.append(Event(rank=rank.pp, stream=stream, kind=kind, name=what, start=at, end=at + length))

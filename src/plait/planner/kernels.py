@@ -17,6 +17,10 @@ from plait.core.topology import Topology
 from plait.planner.constants import DEFAULT, Table, family_of
 from plait.planner.ops import Op
 
+ALIGNED = 8
+"""Elements of 16 bits that tensor cores read at once."""
+LARGE = 1 << 12
+"""Sizes below (rows of an expert, counts) are padded by the kernels."""
 NEAREST = 4
 """Measured points that an interpolation takes."""
 
@@ -35,8 +39,10 @@ class Machine:
         self.shares = {
             "fp8": table.of("low_share", family),
             "fp4": table.of("fp4_share", family),
+            "tf32": table.of("tf32_share", family),
         }
         self.share = table.of("gemm_share", family)
+        self.cap = table.of("watts", device.name.rpartition("-")[2])
         self.processors = table.of("processors", family)
         self.tiles = (table.of("tile", family), table.of("tile_columns", family))
         self.wave_share = table.of("wave_share", family)
@@ -67,7 +73,7 @@ class Machine:
 
     def rate(self, precision: str) -> float:
         """FLOP/s of a large product."""
-        return self.peak(precision) * self.shares.get(precision, self.share)
+        return self.peak(precision) * self.shares.get(precision, self.share) * self.cap
 
 
 @lru_cache(maxsize=1 << 16)
@@ -79,7 +85,8 @@ def seconds(machine: Machine, op: Op) -> float:
         return _attention(machine, op)
     if op.kind == "grouped":
         compute = _tiled(machine, op) / machine.grouped_share
-        return compute + op.bytes / machine.bandwidth + machine.gap * op.kernels
+        # One launch an expert, on streams of their own: the device sees no gap between them.
+        return compute + op.bytes / machine.bandwidth + machine.gap
     if machine.measured.gemm and op.kind == "product":
         return op.flops / _measured_rate(machine, op.m, op.n, op.k, op.precision)
     compute = _tiled(machine, op)
@@ -98,6 +105,9 @@ def _tiled(machine: Machine, op: Op) -> float:
     rate = machine.rate(op.precision)
     if not machine.gpu:
         return op.flops / rate
+    if op.kind != "batched" and any(size % ALIGNED for size in (op.m, op.n, op.k) if size >= LARGE):
+        # Rows do not start where tensor cores read whole words: other kernels run.
+        rate /= machine.table.of("unaligned", machine.family)
     side, columns = machine.tiles
     best = math.inf
     for rows, wide in ((side, columns), (columns, side), (side, side)):
@@ -116,7 +126,13 @@ def _attention(machine: Machine, op: Op) -> float:
         forward = op.kind == "attention_f"
         # FLOPs of a measured point: two products over half of the keys, two and a half times that in backward.
         rates = [
-            2.0 * p.batch * p.heads * p.seq * p.seq * p.head_dim * (1 if forward else 5 / 2)
+            2.0
+            * p.batch
+            * p.heads
+            * p.seq
+            * p.seq
+            * p.head_dim
+            * (1 if forward else 5 / 2)
             / (p.forward if forward else p.backward)
             for p in points
             if p.precision == op.precision or len({q.precision for q in points}) == 1
@@ -127,7 +143,15 @@ def _attention(machine: Machine, op: Op) -> float:
     dim = op.k / (op.k + machine.flash_dim)
     full = 128 / (128 + machine.flash_dim)
     rows = op.m / (op.m + machine.flash_rows)
-    rate = machine.peak(op.precision) * machine.flash[op.kind] * rows * dim / full
+    rate = (
+        machine.peak(op.precision)
+        * machine.flash[op.kind]
+        * machine.cap
+        * rows
+        * dim
+        / full
+        * machine.table.within("flash_version", op.framework, machine.family)
+    )
     return max(op.flops / rate, op.bytes / machine.bandwidth) + machine.gap * op.kernels
 
 

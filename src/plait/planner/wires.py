@@ -107,22 +107,33 @@ def _message(machine: Machine, size: float, crossed: tuple[Level, ...]) -> float
     return step + size / (tier.bandwidth * share)
 
 
-def _exchange(machine: Machine, size: float, group: Group, crossed: tuple[Level, ...]) -> float:
+def exchange(machine: Machine, size: float, group: Group, copies: int, once: bool) -> float:
+    """Seconds of the all-to-all of experts: ``copies`` of each token leave a rank.
+
+    ``once``: a token that several experts of a node want crosses the network once (DeepEP). Then of N nodes,
+    N (1 - (1 - 1/N)^copies) are met in the mean.
+    """
+    crossed = levels(machine, group)
+    if not once or len(crossed) < 2:
+        return collective(machine, "all_to_all", size, group)
+    nodes = group.size / crossed[0].count
+    return _exchange(machine, size, group, crossed, nodes * (1 - (1 - 1 / nodes) ** copies) / copies)
+
+
+def _exchange(machine: Machine, size: float, group: Group, crossed: tuple[Level, ...], thinned: float = 1.0) -> float:
     """All-to-all: what stays in a domain and what leaves it go at the same time."""
     share = machine.table.of("exchange_share", machine.family)
     inside, slowest, latency = 1, 0.0, machine.table.of("collective_base", machine.family)
     for level in crossed:
         reached = inside * level.count
-        part = size * (reached - inside) / group.size
+        part = size * (reached - inside) / group.size * (1.0 if level.tier == 0 else thinned)
         slowest = max(slowest, part / (_bandwidth(machine, level) * share))
         latency += _latency(machine, level, "all_to_all" if level.tier == 0 else "all_reduce")
         inside = reached
     return latency + slowest
 
 
-def _measured(
-    machine: Machine, op: str, size: float, group: Group, crossed: tuple[Level, ...]
-) -> float | None:
+def _measured(machine: Machine, op: str, size: float, group: Group, crossed: tuple[Level, ...]) -> float | None:
     """From measured points of the same operation, tier and nearest group size, scaled to this one."""
     tier = machine.topology.tiers[crossed[-1].tier].name
     points = [point for point in machine.measured.comm if point.op == op and point.tier == tier]

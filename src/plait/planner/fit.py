@@ -1,0 +1,108 @@
+"""Fit the time model's constants on published rows: ``python -m plait.planner.fit PUBLISHED.jsonl [NAME ...]``.
+
+Coordinate descent on the median and mean absolute log error of step times, sources weighed alike, over the sources of
+`constants.FIT_SOURCES` alone. Prints what it found; `constants.py` is edited by hand, so that every value keeps its
+reason. NAMES narrow the constants that move.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from plait.core.errors import PlaitError
+from plait.core.topology import Topology
+from plait.planner.constants import CONSTANTS, DEFAULT, FIT_SOURCES
+from plait.planner.cost import predict
+from plait.planner.job import Job
+from plait.planner.published import job_of, rows
+
+MOST_ROWS = 60
+"""Rows of a source that are looked at: every so many of a larger one."""
+FIXED = ("definition", "data sheet")
+"""Sources of constants that are not fitted."""
+CAP = 0.5
+"""A log error counts no more than this: a straggler in a source does not steer the fit."""
+
+Rows = Mapping[str, Sequence[tuple[Job, float]]]
+
+
+def measured(path: str, sources: Sequence[str] = FIT_SOURCES) -> Rows:
+    """Source -> its jobs and step times in seconds; identical jobs once, at their mean time."""
+    found: dict[str, dict[str, list[tuple[Job, float]]]] = defaultdict(lambda: defaultdict(list))
+    clusters: dict[str, Topology] = {}
+    for row in rows(path):
+        if row.source not in sources or row.step_time is None:
+            continue
+        try:
+            job = job_of(row)
+        except PlaitError:
+            continue
+        # One object a cluster, so that its jobs share what is cached for it.
+        job = replace(job, topology=clusters.setdefault(repr(job.topology), job.topology))
+        key = repr((job.model, job.plan, job.topology, job.seq, job.global_batch, job.practice))
+        found[row.source][key].append((job, row.step_time))
+    result = {}
+    for source, alike in found.items():
+        means = [(same[0][0], sum(time for _, time in same) / len(same)) for same in alike.values()]
+        result[source] = means[:: max(1, len(means) // MOST_ROWS)]
+    return result
+
+
+def loss(data: Rows, values: Mapping[str, float]) -> float:
+    """Mean over the sources of half the median and half the mean absolute log error, the latter capped."""
+    table = DEFAULT.replace(values)
+    total = 0.0
+    for pairs in data.values():
+        errors = sorted(min(CAP, abs(math.log(predict(job, table).step_time / time))) for job, time in pairs)
+        total += (errors[len(errors) // 2] + sum(errors) / len(errors)) / 2
+    return total / len(data)
+
+
+def descend(data: Rows, names: Sequence[str], rounds: int) -> tuple[float, dict[str, float]]:
+    """The least loss found and the values of ``names`` there."""
+    values = {name: CONSTANTS[name].value for name in names}
+    best = loss(data, values)
+    steps = dict.fromkeys(names, 1 / 4)
+    for _ in range(rounds):
+        for name in names:
+            for factor in (1 + steps[name], 1 / (1 + steps[name])):
+                tried = {**values, name: values[name] * factor}
+                if (found := loss(data, tried)) < best:
+                    best, values = found, tried
+                    break
+            else:
+                steps[name] /= 2
+        print(f"loss {best:.4f}", flush=True)
+    return best, values
+
+
+def main(arguments: Sequence[str]) -> int:
+    """The command."""
+    parser = argparse.ArgumentParser(prog="python -m plait.planner.fit", description=__doc__)
+    parser.add_argument("published")
+    parser.add_argument("names", nargs="*", help="constants to fit; none: all that are fitted")
+    parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--sources", default=",".join(FIT_SOURCES))
+    given = parser.parse_args(arguments)
+    names = given.names or [
+        name for name, constant in CONSTANTS.items() if constant.source not in FIXED and constant.value > 0
+    ]
+    if unknown := [name for name in names if name not in CONSTANTS]:
+        print(f"no constant {unknown[0]!r}: they are {', '.join(CONSTANTS)}", file=sys.stderr)
+        return 2
+    data = measured(given.published, given.sources.split(","))
+    best, values = descend(data, names, given.rounds)
+    for name, value in values.items():
+        if value != CONSTANTS[name].value:
+            print(f"{name}: {CONSTANTS[name].value:.4g} -> {value:.4g}")
+    print(f"loss {best:.4f}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
