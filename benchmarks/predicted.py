@@ -1,6 +1,6 @@
 """Predicted beside measured on this machine: step time and peak memory of plans on 1, 2 and 4 processes.
 
-    python benchmarks/predicted.py [--rounds 3] [--steps 2] [--cluster FILE] [--only TEXT] [--json FILE]
+    python benchmarks/predicted.py [--rounds 3] [--steps 2] [--patience 5] [--cluster FILE] [--only TEXT] [--json FILE]
 
 Calibrates (or reads a cluster file), predicts every plan, then runs them all in turn, round after round, through
 plait's own step. A plan's time is the median of its steps, of those in which other programs took next to nothing where
@@ -12,42 +12,30 @@ the best.
 from __future__ import annotations
 
 import argparse
-import ctypes
-import gc
 import json
-import os
 import statistics
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
 from rich.table import Table
-from torch.distributed.distributed_c10d import PrefixStore
-from torch.distributed.rendezvous import rendezvous
 
-from plait.comm.world import World
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
 from plait.core.cluster_file import load
 from plait.core.plan import Plan
 from plait.core.topology import Topology
-from plait.models.batch import Batch
-from plait.models.config import PRESETS
-from plait.models.decoder import Decoder
-from plait.models.init import InitSource
-from plait.parallel.apply import Parallel, parallelize
 from plait.planner.cost import predict
 from plait.planner.job import Job
 from plait.planner.local import practice
 from plait.train import calibrate
-from plait.train.launch import Worker, launch
+from plait.train.launch import launch
+from predicted_rank import BATCH, MODEL, SEQ
 
-MODEL = replace(PRESETS["bench"], num_layers=4, vocab_size=4096)
-SEQ, BATCH = 256, 8
 PLANS = {
     1: ("micro=2", "micro=8", "micro=2 recompute=full"),
     2: (
@@ -89,100 +77,9 @@ class Case:
         return self.predicted / self.measured - 1
 
 
-def run_rank(worker: Worker, plans: Sequence[str], steps: int, path: str) -> None:
-    """One rank: every plan in turn is built, warmed up, stepped, measured, and left."""
-    store, rank, size = next(iter(rendezvous("env://"))) if worker.place.world_size > 1 else (None, 0, 1)
-    rows = []
-    for number, text in enumerate(plans):
-        plan = Plan.parse(text).resolve(size)
-        _settle()
-        before = _status("RssAnon")
-        if store is None:
-            world = World.alone()
-        else:
-            cpu = torch.device("cpu")
-            world = World.connect(plan.mesh(size), device=cpu, store=PrefixStore(str(number), store), rank=rank)
-        rows.append(_measure(world, plan, steps, before))
-        world.close()
-        gc.collect()
-    if rank == 0:
-        Path(path).write_text(json.dumps(rows), encoding="utf-8")
-
-
-def _measure(world: World, plan: Plan, steps: int, before: int) -> dict[str, Any]:
-    with torch.device("meta"):
-        model = Decoder(MODEL)
-    parallel = parallelize(model, plan, world, weights=InitSource(MODEL, 0))
-    decay, rest = parallel.zero.optimizer_groups()
-    groups = [{"params": decay, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW([group for group in groups if group["params"]], lr=1e-4, fused=True)
-    everyone = world.group("pp", "dp", "cp", "tp")
-    _step(parallel, optimizer, 0)
-    Path("/proc/self/clear_refs").write_text("5")  # the peak starts again from here (proc(5))
-    taken = []
-    for step in range(1, steps + 1):
-        everyone.barrier()
-        busy, own, begin = _busy(), _own(), time.perf_counter()
-        _step(parallel, optimizer, step)
-        everyone.barrier()
-        seconds = time.perf_counter() - begin
-        used = torch.tensor([_own() - own], dtype=torch.float64)
-        mine = float(everyone.all_reduce(used).wait())
-        taken.append((seconds, max(0.0, (_busy() - busy - mine) / seconds)))
-    peak = _status("VmHWM") - (_status("VmRSS") - _status("RssAnon")) - before
-    most = everyone.all_reduce(torch.tensor([peak], dtype=torch.float64), "max").wait()
-    return {"steps": taken, "memory": float(most)}
-
-
-def _step(parallel: Parallel, optimizer: torch.optim.Optimizer, step: int) -> None:
-    """What `plait.train.step` does, on tokens drawn here."""
-    plan, world = parallel.plan, parallel.world
-    assert plan.dp is not None
-    generator = torch.Generator().manual_seed(step)
-    tokens_BT = torch.randint(MODEL.vocab_size, (BATCH, SEQ + 1), generator=generator)
-    share = BATCH // plan.dp
-    first = world.at["dp"] * share
-    batches = [
-        Batch(
-            tokens_BT=tokens_BT[at : at + plan.micro, :-1],
-            targets_BT=tokens_BT[at : at + plan.micro, 1:],
-            sample_B=torch.arange(at, at + plan.micro),
-            step=step,
-        )
-        for at in range(first, first + share, plan.micro)
-    ]
-    parallel.forward_backward(batches, BATCH * SEQ)
-    norm = parallel.share_loss(torch.zeros(()), parallel.zero.square_norm())[1].sqrt().item()
-    if norm > 1.0:
-        parallel.zero.scale_gradients(1.0 / norm)
-    optimizer.step()
-    parallel.zero.publish()
-
-
-def _settle() -> None:
-    gc.collect()
-    ctypes.CDLL("libc.so.6").malloc_trim(0)
-
-
-def _status(what: str) -> int:
-    """Bytes of a line of /proc/self/status."""
-    lines = Path("/proc/self/status").read_text(encoding="ascii", errors="replace").splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{what}:"))
-
-
-def _busy() -> float:
-    """Seconds that all cores of this machine have worked."""
-    words = Path("/proc/stat").read_text(encoding="ascii").split("\n", 1)[0].split()[1:]
-    idle = int(words[3]) + int(words[4])
-    return (sum(map(int, words[:8])) - idle) / os.sysconf("SC_CLK_TCK")
-
-
-def _own() -> float:
-    times = os.times()
-    return times.user + times.system
-
-
-def run_plans(rounds: int, steps: int, plans: dict[int, list[str]]) -> dict[tuple[int, str], list[dict[str, Any]]]:
+def run_plans(
+    rounds: int, steps: int, patience: float, plans: dict[int, list[str]]
+) -> dict[tuple[int, str], list[dict[str, Any]]]:
     """(processes, plan) -> what each round measured."""
     found: dict[tuple[int, str], list[dict[str, Any]]] = {}
     with tempfile.TemporaryDirectory() as folder:
@@ -191,7 +88,8 @@ def run_plans(rounds: int, steps: int, plans: dict[int, list[str]]) -> dict[tupl
                 # Every other round backwards, so that no plan always follows the same one.
                 order = texts if turn % 2 == 0 else texts[::-1]
                 path = Path(folder) / "rows.json"
-                launch(run_rank, processes=processes, args=[order, steps, str(path)], device="cpu", timeout=300.0)
+                args = [order, steps, patience, str(path)]
+                launch("predicted_rank:run_rank", processes=processes, args=args, device="cpu", timeout=300.0)
                 for text, row in zip(order, json.loads(path.read_text(encoding="utf-8")), strict=True):
                     found.setdefault((processes, text), []).append(row)
                 print(f"round {turn + 1} of {rounds}, {processes} processes", file=sys.stderr, flush=True)
@@ -277,6 +175,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=2)
+    parser.add_argument("--patience", type=float, default=5.0, help="seconds a step waits for the machine to be quiet")
     parser.add_argument("--cluster", type=Path, help="a cluster file of this machine; without it, calibrates")
     parser.add_argument("--only", default="", help="plans whose text contains this")
     parser.add_argument("--json", type=Path)
@@ -288,7 +187,7 @@ def main() -> None:
         if args.cluster is None:
             calibrate.run(file, device="cpu")
         topology = load(file)
-    rows = run_plans(args.rounds, args.steps, plans)
+    rows = run_plans(args.rounds, args.steps, args.patience, plans)
     cases = [case_of(key, found, topology) for key, found in rows.items()]
     said = verdict(cases)
     show(cases, said)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from plait.core.errors import ConfigError
-from plait.core.topology import CommPoint, Device, GemmPoint, Share, Tier, Topology
+from plait.core.topology import CommPoint, Device, GemmPoint, Measured, Share, Tier, Topology
 from plait.planner.clusters import presets
 
 
@@ -41,6 +41,37 @@ def peaks(points: Sequence[GemmPoint]) -> dict[str, float]:
         rate = 2.0 * point.m * point.n * point.k * point.batch / point.seconds
         best[point.precision] = max(best.get(point.precision, 0.0), rate)
     return best
+
+
+def best(passes: Sequence[Measured]) -> Measured:
+    """The same points measured several times: the least seconds of each, the highest rates.
+
+    Other programs only ever make a measurement slower. Passes that are seconds apart do not all meet the same ones.
+    """
+    first = passes[0]
+    gemm = [
+        replace(points[0], seconds=min(point.seconds for point in points))
+        for points in zip(*(each.gemm for each in passes), strict=True)
+    ]
+    attention = [
+        replace(points[0], forward=min(p.forward for p in points), backward=min(p.backward for p in points))
+        for points in zip(*(each.attention for each in passes), strict=True)
+    ]
+    comm = [
+        replace(points[0], seconds=min(point.seconds for point in points))
+        for points in zip(*(each.comm for each in passes), strict=True)
+    ]
+    return replace(
+        first,
+        gemm=tuple(gemm),
+        attention=tuple(attention),
+        comm=tuple(comm),
+        bandwidth=max((each.bandwidth for each in passes if each.bandwidth), default=None),
+        optimizer_bandwidth=max(
+            (each.optimizer_bandwidth for each in passes if each.optimizer_bandwidth), default=None
+        ),
+        launch=min((each.launch for each in passes if each.launch), default=None),
+    )
 
 
 def known_device(driver_name: str, memory: float) -> Device | None:

@@ -21,25 +21,27 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from plait.comm.group import Group
 from plait.comm.world import World
 from plait.core.cluster_file import dump, load
 from plait.core.errors import ConfigError
 from plait.core.mesh import Mesh
 from plait.core.topology import CommPoint, Device, Measured, Tier, Topology
-from plait.planner.calibrate import fit_tier, joined, known_device, peaks
+from plait.planner.calibrate import best, fit_tier, joined, known_device, peaks
 from plait.planner.clusters import host_memory, local_path
 from plait.train import calibrate_kernels as kernels
 from plait.train import calibrate_links as links
 from plait.train.exchange import gather_json
 from plait.train.launch import Worker, cores, launch, placed
 
-BUDGET, QUICK_BUDGET = 0.04, 0.01
-"""Seconds of one measurement of compute."""
-REPEATS, QUICK_REPEATS = 20, 6
-"""Calls of a small collective."""
-STAGES = 6
+BUDGET = 0.012
+"""Seconds of one measurement of compute, in one pass."""
+REPEATS = 8
+"""Calls of a small collective, in one of the windows of a pass."""
+PASSES, QUICK_PASSES = 3, 1
 _NOT_MEASURED = 1e9
 """Stands in a share that measured its communication alone, for `joined` to replace."""
+STAGES = ("matrix products", "attention", "memory, optimizer, launches", "collectives")
 MOST_RANKS_IN_MATRIX = 4096
 
 
@@ -110,41 +112,46 @@ def run_rank(worker: Worker, folder: str, quick: bool, shown: bool, computes: bo
     bench = kernels.Bench(
         device=world.device,
         barrier=everyone.barrier,
-        budget=QUICK_BUDGET if quick else BUDGET,
+        budget=BUDGET,
     )
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     chief = world.rank == 0
+    passes = QUICK_PASSES if quick else PASSES
+    hosts = _hosts(world)
+    groups = _groups(world, hosts)
     with Progress(*columns, disable=not (shown and chief), transient=True, auto_refresh=False) as progress:
-        task = progress.add_task("", total=STAGES)
+        task = progress.add_task("", total=passes * len(STAGES))
 
-        def stage(name: str) -> None:
-            progress.update(task, advance=1, description=f"{size} of {counts} ranks: {name}", refresh=True)
+        def stage(number: int) -> None:
+            progress.update(task, advance=1, description=f"{size} of {counts} ranks: {STAGES[number]}", refresh=True)
 
-        # Ranks that take turns on a core compute as one that has it, for their share of the time: see `joined`.
-        measured = _compute(bench, quick, stage) if computes else Measured()
-        hosts = _hosts(world)
-        points, matrix = _communication(world, hosts, quick, stage)
+        found = []
+        for _ in range(passes):
+            # Ranks that take turns on a core compute as one that has it, for their share of the time: see `joined`.
+            measured = _compute(bench, quick, stage) if computes else Measured()
+            stage(len(STAGES) - 1)
+            found.append(dataclasses.replace(measured, comm=tuple(_communication(world, groups))))
+    several_links = size > 2 and (world.device.type == "cuda" or len(hosts) > 1) and size <= MOST_RANKS_IN_MATRIX
+    matrix = links.matrix(world) if several_links else []
     if chief:
-        result = _topology(world, hosts, measured, points, matrix)
-        (Path(folder) / f"{size}.toml").write_text(dump(result), encoding="utf-8")
+        measured = dataclasses.replace(best(found), links=tuple(map(tuple, matrix)))
+        (Path(folder) / f"{size}.toml").write_text(dump(_topology(world, hosts, measured)), encoding="utf-8")
     world.close()
 
 
-def _compute(bench: kernels.Bench, quick: bool, stage: Callable[[str], None]) -> Measured:
+def _compute(bench: kernels.Bench, quick: bool, stage: Callable[[int], None]) -> Measured:
     cuda = bench.device.type == "cuda"
     shapes = kernels.GPU_SHAPES if cuda else kernels.CPU_SHAPES
     attended = kernels.GPU_ATTENTION if cuda else kernels.CPU_ATTENTION
-    stage("matrix products")
+    stage(0)
     gemm = kernels.products(bench, shapes[::2] if quick else shapes)
-    stage("attention")
+    stage(1)
     attention = kernels.attention(bench, attended[:2] if quick else attended)
-    stage("memory")
-    bandwidth = kernels.memory_bandwidth(bench)
-    stage("optimizer, launches")
+    stage(2)
     return Measured(
         gemm=tuple(gemm),
         attention=tuple(attention),
-        bandwidth=bandwidth,
+        bandwidth=kernels.memory_bandwidth(bench),
         optimizer_bandwidth=kernels.optimizer_bandwidth(bench),
         launch=kernels.launch_overhead(bench),
     )
@@ -157,29 +164,32 @@ def _hosts(world: World) -> list[list[int]]:
     return hosts if len({len(ranks) for ranks in hosts}) == 1 else [list(range(world.mesh.world_size))]
 
 
-def _communication(
-    world: World, hosts: list[list[int]], quick: bool, stage: Callable[[str], None]
-) -> tuple[list[CommPoint], list[list[float]]]:
-    """Points of every tier and group size; and the matrix of all pairs, where there is more than one kind of link."""
-    cuda, size = world.device.type == "cuda", world.mesh.world_size
-    sizes, repeats = links.GPU_SIZES if cuda else links.CPU_SIZES, QUICK_REPEATS if quick else REPEATS
-    stage("collectives")
+_Groups = list[tuple[str, list[tuple[int, ...]], Group]]
+"""(tier, groups that work at once, this rank's)."""
+
+
+def _groups(world: World, hosts: list[list[int]]) -> _Groups:
+    """The groups of every tier and size; collective."""
+    return [
+        (tier, groups, world.partition(f"calibrate {number}", groups))
+        for number, (tier, groups) in enumerate(links.partitions(hosts))
+    ]
+
+
+def _communication(world: World, groups: _Groups) -> list[CommPoint]:
+    """Points of every tier and group size, and of messages."""
+    sizes = links.GPU_SIZES if world.device.type == "cuda" else links.CPU_SIZES
     points: list[CommPoint] = []
-    for number, (tier, groups) in enumerate(links.partitions(hosts)):
-        group = world.partition(f"calibrate {number}", groups)
-        points += links.collectives(world, tier, group, sizes, repeats)
-        if len(groups[0]) == 2:
-            points += links.messages(world, tier, [(a, b) for a, b in groups], sizes, repeats)
-    stage("pairs of ranks")
-    wanted = size > 2 and (cuda or len(hosts) > 1) and size <= MOST_RANKS_IN_MATRIX
-    return points, links.matrix(world) if wanted else []
+    for tier, members, group in groups:
+        points += links.collectives(world, tier, group, sizes, REPEATS)
+        if len(members[0]) == 2:
+            points += links.messages(world, tier, [(a, b) for a, b in members], sizes, REPEATS)
+    return points
 
 
-def _topology(
-    world: World, hosts: list[list[int]], measured: Measured, points: list[CommPoint], matrix: list[list[float]]
-) -> Topology:
-    size, source = world.mesh.world_size, f"plait calibrate, torch {torch.__version__}"
-    measured = dataclasses.replace(measured, comm=tuple(points), links=tuple(map(tuple, matrix)))
+def _topology(world: World, hosts: list[list[int]], measured: Measured) -> Topology:
+    size, points = world.mesh.world_size, measured.comm
+    source = f"plait calibrate, torch {torch.__version__}"
     device = _device(world, measured, len(hosts[0]), source)
     sizes = {links.HOST: len(hosts[0]), links.NETWORK: size}
     tiers = [
@@ -196,13 +206,13 @@ def _topology(
 
 
 def _device(world: World, measured: Measured, ranks_here: int, source: str) -> Device:
-    best = peaks(measured.gemm) or {"fp32": _NOT_MEASURED}
+    rates = peaks(measured.gemm) or {"fp32": _NOT_MEASURED}
     bandwidth = measured.bandwidth or _NOT_MEASURED
     if world.device.type == "cpu":
         return Device(
             name=_cpu_name(),
             memory=host_memory() / ranks_here,
-            peaks=best,
+            peaks=rates,
             bandwidth=bandwidth,
             kind="cpu",
             source=f"{source}, {torch.get_num_threads()} threads a rank, {ranks_here} ranks",
@@ -212,7 +222,7 @@ def _device(world: World, measured: Measured, ranks_here: int, source: str) -> D
     sheet = known_device(facts.name, memory)
     if sheet is not None:
         return dataclasses.replace(sheet, memory=memory)
-    return Device(name=facts.name, memory=memory, peaks=best, bandwidth=bandwidth, source=source)
+    return Device(name=facts.name, memory=memory, peaks=rates, bandwidth=bandwidth, source=source)
 
 
 def _cpu_name() -> str:

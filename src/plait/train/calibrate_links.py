@@ -24,7 +24,7 @@ MATRIX_SIZE = 4 << 20
 """Bytes of the messages of the rank-to-rank matrix."""
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 _WARM = 2
-_WINDOWS = 3
+_WINDOWS = 2
 _LONG = 1 << 20
 
 
