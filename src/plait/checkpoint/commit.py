@@ -32,6 +32,7 @@ EVERYWHERE = (
     "begin.enter",
     "begin.agree",
     "begin.agreed",
+    "write.enter",
     "file.opened",
     "file.half",
     "file.written",
@@ -39,8 +40,10 @@ EVERYWHERE = (
     "write.done",
     "write.agree",
     "write.agreed",
+    "end.enter",
     "end.agree",
     "end.agreed",
+    "tidy.enter",
 )
 """The boundaries that every rank passes in a commit, in order."""
 COMMITTER = (
@@ -155,6 +158,7 @@ class _Commit:
     def _agree(self, phase: str, work: Callable[[], Any]) -> list[Any]:
         """Do ``work``; what it gave on every rank, in rank order, or `_FailedError` on all where it failed on any."""
         said: dict[str, Any] = {"error": None, "value": None}
+        self._probe(f"{phase}.enter")
         try:
             said["value"] = work()
         except Exception as error:  # of whatever kind: the others wait for this rank's word
@@ -174,7 +178,6 @@ class _Commit:
             steps.remove(self._draft)
 
     def _begin(self) -> None:
-        self._probe("begin.enter")
         rows = self._agree("begin", self._prepare)
         self._draft = self._place.folder / str(rows[0]["draft"])
         # Every rank sees the same rows, and so comes to the same judgement.
@@ -253,6 +256,7 @@ class _Commit:
 
     def tidy(self, path: Path) -> str | None:
         """After the commit, rank 0's: the pointer, then pruning. What fails here is told, and harms nothing."""
+        self._probe("tidy.enter")
         if not self._leads:
             return None
         folder, probe = self._place.folder, self._probe
