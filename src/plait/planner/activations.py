@@ -456,6 +456,9 @@ def head_steps(model: ModelConfig, plan: Plan, practice: Practice, at: Local) ->
             backward=_WIDE * chunk + 16.0 * rows,
         )
         product = logits * e
+    elif practice.framework == "megatron":
+        # fp32 logits; the head's weight gradient goes into the fp32 buffer, an unused one of half precision to autograd.
+        loss, product, temporary = Step(kind="logits"), _WIDE * logits, at.hidden * at.vocab * e
     else:
         loss, product = _loss(practice, logits, e), 0.0
     head = Step(
