@@ -42,7 +42,7 @@ def job_of(row: Row) -> Job:
     try:
         model = model_of(row)
         plan = _plan(row)
-        topology = _topology(row.cluster)
+        topology = _topology(row)
     except ValueError as error:
         raise PlanError(f"{row.id}: {error}") from error
     job = Job(
@@ -240,15 +240,17 @@ def _stages(row: Row, count: int) -> tuple[int, ...] | None:
     return None
 
 
-def _topology(given: Mapping[str, Any]) -> Topology:
-    """The row's own node size and bandwidths; what it leaves open is that of the preset with this device."""
+def _topology(row: Row) -> Topology:
+    """The row's own node size and bandwidths; what it leaves open or assumes is that of the preset with this device."""
+    given = row.cluster
     part = device(given["device"])
     preset = next((cluster(name, 1) for name in names() if name != "local" and _is(name, part.name)), None)
     if preset is None:
         raise ConfigError(f"device {part.name!r} has no preset of a cluster")
     near, far = preset.tiers[0], preset.tiers[-1]
     node, devices = given["devices_per_node"], given["devices"]
-    intra = near.bandwidth if given["intra_GBps"] is None else given["intra_GBps"] * 1e9
+    open_ = given["intra_GBps"] is None or "cluster.intra_GBps" in row.assumed
+    intra = near.bandwidth if open_ else given["intra_GBps"] * 1e9
     tiers: tuple[Tier, ...] = (replace(near, size=node, bandwidth=intra),)
     if devices > node:
         inter = far.bandwidth if given["inter_Gbps_per_device"] is None else given["inter_Gbps_per_device"] * 1e9 / 8

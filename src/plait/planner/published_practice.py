@@ -191,6 +191,8 @@ def _maxtext(row: Row) -> Practice:
     policy = str(row.flags.get("remat_policy", ""))
     return Practice(
         framework="maxtext",
+        # XLA splits products to run under their collectives (Wang et al. 2023, collective matmul).
+        overlap_tp=True,
         weight_bytes=4,
         grad_bytes=4,
         optimizer_bytes=8,
