@@ -36,21 +36,21 @@ class Moment:
 
 @dataclass(frozen=True, kw_only=True)
 class Live:
-    """The fullest moments of every rank, none of which another of the same kind and stage covers."""
+    """The fullest moments of one rank, none of which another of the same kind and stage covers."""
 
-    stages: tuple[tuple[int, ...], ...]
-    """Of each rank."""
-    moments: tuple[tuple[Moment, ...], ...]
+    stages: tuple[int, ...]
+    """Of the rank."""
+    moments: tuple[Moment, ...]
     split: bool
     """Whether backwards are split."""
 
 
-def live_of(plan: Plan, microbatches: int) -> Live:
-    """The moments of the plan's schedule."""
+def live_of(plan: Plan, microbatches: int, rank: int) -> Live:
+    """The moments of pipeline rank ``rank`` under the plan's schedule."""
     if plan.schedule in ("auto", "2bw") or plan.schedule_file is not None:
-        return _file(plan, microbatches)
+        return _walk(_file(plan, microbatches), rank)
     name = "1f1b" if plan.schedule == "interleaved" and plan.virtual == 1 else plan.schedule
-    return _named(name, plan.pp, _capped(name, plan, microbatches), plan.virtual)
+    return _named(name, plan.pp, _capped(name, plan, microbatches), plan.virtual, rank)
 
 
 def _capped(name: str, plan: Plan, microbatches: int) -> int:
@@ -62,75 +62,84 @@ def _capped(name: str, plan: Plan, microbatches: int) -> int:
     return microbatches if microbatches <= full + plan.pp else full + microbatches % plan.pp
 
 
-@lru_cache(maxsize=512)
-def _named(name: str, ranks: int, microbatches: int, virtual: int) -> Live:
+@lru_cache(maxsize=1 << 14)
+def _named(name: str, ranks: int, microbatches: int, virtual: int, rank: int) -> Live:
     if name == "1f1b":
-        return _one_for_one(ranks, microbatches)
-    return _walk(make_lists(name, ranks=ranks, microbatches=microbatches, virtual=virtual))
+        return _one_for_one(ranks, microbatches, rank)
+    return _walk(_lists(name, ranks, microbatches, virtual), rank)
+
+
+@lru_cache(maxsize=64)
+def _lists(name: str, ranks: int, microbatches: int, virtual: int) -> Lists:
+    return make_lists(name, ranks=ranks, microbatches=microbatches, virtual=virtual)
 
 
 @lru_cache(maxsize=32)
-def _file(plan: Plan, microbatches: int) -> Live:
-    """Schedules that are searched or read; of two that overlap steps (2bw) the one that flushes, one more being live."""
-    return _walk(lists_of(build_schedule(plan, microbatches)))
+def _file(plan: Plan, microbatches: int) -> Lists:
+    """Schedules that are searched or read; of steps that overlap (2bw) the list that flushes, one more being live."""
+    return lists_of(build_schedule(plan, microbatches))
 
 
-def _one_for_one(ranks: int, microbatches: int) -> Live:
+def _one_for_one(ranks: int, microbatches: int, rank: int) -> Live:
     """1F1B in closed form: rank i has min(m, p - i) live (Narayanan et al. 2021, arXiv:2104.04473)."""
-    rows = []
-    for rank in range(ranks):
-        live = min(microbatches, ranks - rank)
-        rows.append(
-            (
-                Moment(kind="F", stage=rank, microbatch=live - 1, live=(live - 1,), waiting=(0,)),
-                Moment(kind="B", stage=rank, microbatch=0, live=(live,), waiting=(0,)),
-            )
-        )
-    return Live(stages=tuple((rank,) for rank in range(ranks)), moments=tuple(rows), split=False)
+    live = min(microbatches, ranks - rank)
+    moments = (
+        Moment(kind="F", stage=rank, microbatch=live - 1, live=(live - 1,), waiting=(0,)),
+        Moment(kind="B", stage=rank, microbatch=0, live=(live,), waiting=(0,)),
+    )
+    return Live(stages=(rank,), moments=moments, split=False)
 
 
-def _walk(lists: Lists) -> Live:
-    """Count along every rank's list."""
-    split = bool(lists.splits.any())
-    stages = [tuple(np.flatnonzero(lists.homes == rank).tolist()) for rank in range(lists.ranks)]
-    rows = []
-    for rank, length in enumerate(lists.lengths.tolist()):
-        kind, stage, micro = (x[rank, :length] for x in (lists.kinds, lists.stage, lists.microbatch))
-        columns = []
-        for one in stages[rank]:
-            here = stage == one
-            waits = bool(lists.splits[one])
-            change = np.where(here, np.where(kind == F, 1, np.where(kind == W, 0, -1)), 0)
-            later = np.where(here, np.where(kind == F, 0, np.where(kind == W, -1, 1 if waits else 0)), 0)
-            columns.append(np.cumsum(change) - change)
-            columns.append(np.cumsum(later) - later)
-        table = np.stack(columns, axis=1)
-        found: list[Moment] = []
-        for number, name in enumerate(KINDS):
-            for one in stages[rank]:
-                chosen = np.flatnonzero((kind == number) & (stage == one))
-                found += [
-                    Moment(
-                        kind=name,
-                        stage=one,
-                        microbatch=int(micro[place]),
-                        live=tuple(table[place, 0::2].tolist()),
-                        waiting=tuple(table[place, 1::2].tolist()),
-                    )
-                    for place in _uncovered(table[chosen], chosen)
-                ]
-        rows.append(tuple(found))
-    return Live(stages=tuple(stages), moments=tuple(rows), split=split)
+def _walk(lists: Lists, rank: int) -> Live:
+    """Count along the rank's list."""
+    stages = tuple(np.flatnonzero(lists.homes == rank).tolist())
+    present = lists.kinds[rank] >= 0
+    kind, stage, micro = (x[rank, present] for x in (lists.kinds, lists.stage, lists.microbatch))
+    splits = lists.splits
+    columns = []
+    for one in stages:
+        here = stage == one
+        waits = bool(splits[one])
+        change = np.where(here, np.where(kind == F, 1, np.where(kind == W, 0, -1)), 0)
+        later = np.where(here, np.where(kind == F, 0, np.where(kind == W, -1, 1 if waits else 0)), 0)
+        columns.append(np.cumsum(change) - change)
+        columns.append(np.cumsum(later) - later)
+    table = np.stack(columns, axis=1)
+    found: list[Moment] = []
+    for number, name in enumerate(KINDS):
+        for one in stages:
+            chosen = np.flatnonzero((kind == number) & (stage == one))
+            found += [
+                Moment(
+                    kind=name,
+                    stage=one,
+                    microbatch=int(micro[place]),
+                    live=tuple(table[place, 0::2].tolist()),
+                    waiting=tuple(table[place, 1::2].tolist()),
+                )
+                for place in _uncovered(table[chosen], chosen)
+            ]
+    return Live(stages=stages, moments=tuple(found), split=bool(splits.any()))
 
 
 def _uncovered(table: np.ndarray, places: np.ndarray) -> list[int]:
     """The first place of each row of counts that no other row is at least as large as in every column."""
     if not len(places):
         return []
-    rows, first = np.unique(table, axis=0, return_index=True)
+    # One number a row: counts are small, and equal numbers mean equal rows as long as none overflows.
+    key = np.zeros(len(table))
+    for column in table.T:
+        key = key * (float(column.max()) + 1) + column
+    rows, first = np.unique(table, axis=0, return_index=True) if key.max() >= 2**53 else _distinct(table, key)
     order = np.argsort(-rows.sum(axis=1), kind="stable")
     kept: list[int] = []
     for index in order.tolist():
-        if not any((rows[other] >= rows[index]).all() for other in kept):
+        if not (rows[kept] >= rows[index]).all(axis=1).any():
             kept.append(index)
     return [int(places[first[index]]) for index in kept]
+
+
+def _distinct(table: np.ndarray, key: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Distinct rows and where each is first, by a number a row; in the order of ``np.unique`` of rows."""
+    _, first = np.unique(key, return_index=True)
+    return table[first], first

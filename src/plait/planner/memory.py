@@ -65,9 +65,13 @@ class MemoryReport:
 
 def memory(job: Job) -> MemoryReport:
     """What every pipeline rank of ``job`` holds at its fullest."""
-    live = live_of(job.plan, job.microbatches)
-    stages = stage_bounds(_layers(job.model, job.plan))
-    return MemoryReport(ranks=tuple(_rank(job, pp, live, stages) for pp in range(job.plan.pp)))
+    return MemoryReport(ranks=tuple(rank_memory(job, pp) for pp in range(job.plan.pp)))
+
+
+def rank_memory(job: Job, pp: int) -> RankMemory:
+    """What pipeline rank ``pp`` of ``job`` holds at its fullest."""
+    bounds = stage_bounds(_layers(job.model, job.plan))
+    return _rank(job, pp, live_of(job.plan, job.microbatches, pp), bounds)
 
 
 @lru_cache(maxsize=1024)
@@ -78,7 +82,7 @@ def _layers(model: ModelConfig, plan: Plan) -> tuple[int, ...]:
 def _rank(job: Job, pp: int, live: Live, bounds: tuple[tuple[int, int], ...]) -> RankMemory:
     model, plan, count = job.model, job.plan, len(bounds)
     at = local_of(model, plan, job.seq, cpu_of(job))
-    mine = live.stages[pp]
+    mine = live.stages
     bare = _bare(plan)
     stages = {index: stage_memory(model, bare, job.practice, at, *bounds[index], index, count) for index in mine}
     parts = parts_of(model, bare)
@@ -96,7 +100,7 @@ def _rank(job: Job, pp: int, live: Live, bounds: tuple[tuple[int, int], ...]) ->
     return _fullest(
         job,
         pp,
-        live.moments[pp],
+        live.moments,
         stages,
         state=(weights, gradients, optimizer),
         base=base + batches,
