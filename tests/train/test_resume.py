@@ -5,9 +5,10 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import shutil
 import signal
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from unittest import mock
 
 import pytest
@@ -15,11 +16,14 @@ import torch
 
 from plait.checkpoint.reader import Checkpoint
 from plait.comm.world import World
-from plait.core.config import dump, loads
-from plait.core.errors import ConfigError
-from plait.telemetry.record import read_metrics
-from plait.train.resume import Keeper
-from plait.train.run import build, open_samples, prepare
+from plait.core.config import dump, load, loads
+from plait.core.errors import ConfigError, WeightsError
+from plait.telemetry.record import EVAL_KEY, read_metrics
+from plait.train.data import write_tokens
+from plait.train.events_log import EVENTS, read
+from plait.train.resume import Keeper, config_of
+from plait.train.run import build, claim_folder, open_samples, prepare
+from plait.train.same import expected
 from plait.train.step import Steps, Taken
 from plait.train.supervise import StoppedError
 from plait.train.trainer import train
@@ -192,3 +196,142 @@ def newest(run: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     path = run / "checkpoints/step-00000006"
     opened = Checkpoint.open(path, verify=True)
     return {name: opened.read(name) for name in opened.names}, dict(opened.scalars)
+
+
+@pytest.mark.parametrize(
+    ("first", "then", "more"),
+    [
+        ((4, ("plan.dp=2", "plan.tp=2", "plan.zero=1")), (2, ("plan.pp=2",)), ()),
+        ((1, ()), (4, ("plan.pp=2", "plan.cp=2", "plan.zero=3")), ("optimizer.schedule=wsd",)),
+        ((4, ("plan.dp=4", "plan.ep=4", "plan.zero=2")), (2, ("plan.tp=2",)), MOE_RUN),
+    ],
+    ids=["pp2", "zero3", "experts"],
+)
+def test_another_plan_goes_on_with_the_same_run(
+    pool: Pool,
+    tokens: Path,
+    tmp_path: Path,
+    first: tuple[int, tuple[str, ...]],
+    then: tuple[int, tuple[str, ...]],
+    more: tuple[str, ...],
+) -> None:
+    """Data order, dropout, learning rate, moments: the run is that of one process that never stopped (F6, F8, P12)."""
+    plans = [(ranks, (*more, *plan)) for ranks, plan in (first, then)]
+    stopped_and_resumed(pool, tokens, tmp_path / "run", *plans)
+    pool.run(1, train_until, dump(config(tokens, tmp_path / "straight", *RUN, *more)), 1, None)
+    same_run(tmp_path / "run", tmp_path / "straight")
+
+
+def test_compression_under_another_plan_begins_anew_and_says_so(
+    pool: Pool, tokens: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run = config(tokens, tmp_path / "run", *RUN, "plan.dp=2", "plan.compress=topk:0.2")
+    pool.run(2, train_until, dump(run), 2, 2)
+    again = config(tokens, tmp_path / "run", *RUN, "run.resume=true")
+    train(prepare(again), World.alone(), as_json=True)
+    assert "plan 'dp=2 compress=topk:0.2' on 2 ranks: what its compression had kept back" in capfd.readouterr().err
+    rows = read_metrics(tmp_path / "run/metrics.jsonl")
+    assert cast(float, rows[-1]["loss"]) < cast(float, rows[0]["loss"])
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ("train.seed=1", "train.seed was 0, is 1"),
+        ("train.global_batch=8", "train.global_batch was 4, is 8"),
+        ("data.seq=8", "data.seq was 16, is 8"),
+        ("model.ffn_size=64", "model.ffn_size was 48, is 64"),
+        ('train.freeze=["embed.*"]', r'train.freeze was \[\], is \["embed.\*"\]'),
+        ("data.tokens=OTHER", r"data \(its tokens\) was"),
+    ],
+)
+def test_another_run_is_refused_by_name(short: Path, tokens: Path, tmp_path: Path, change: str, says: str) -> None:
+    other = tmp_path / "other.bin"
+    write_tokens(other, [list(b"x" * 2009)], dtype="uint16", vocab_size=256, tokenizer="bytes")
+    run = config(tokens, short, *RUN, "run.resume=true", change.replace("OTHER", str(other)))
+    with pytest.raises(ConfigError, match=f"step-00000002 is of another run: .*{says}.*What may change: "):
+        train(prepare(run), World.alone(), as_json=True)
+
+
+def test_what_may_change(short: Path, tokens: Path, tmp_path: Path) -> None:
+    """More steps, other optimizer settings, other measuring; another place of the same data; the folder alone names
+    the run."""
+    folder = tmp_path / "copy"
+    shutil.copytree(short, folder)
+    data = tmp_path / "moved.bin"
+    shutil.copy(tokens, data)
+    shutil.copy(tokens.with_suffix(".json"), data.with_suffix(".json"))
+    changes = ("train.steps=4", "optimizer.lr=0.001", "train.eval_every=2", f"data.tokens={data}")
+    train(prepare(claim_folder(config_of(folder, changes))), World.alone(), as_json=True)
+    rows = read_metrics(folder / "metrics.jsonl")
+    assert [row["step"] for row in rows] == [0, 1, 2, 3]
+    assert [EVAL_KEY in row for row in rows] == [False, False, False, True]
+    (event,) = [event for event in read(folder / EVENTS) if event.kind == "resume"]
+    assert (event.fields["step"], event.fields["checkpoint"]) == (2, "step-00000002")
+
+
+@pytest.fixture(scope="module")
+def short(tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of two steps."""
+    folder = tmp_path_factory.mktemp("short") / "run"
+    train(prepare(config(tokens, folder, *RUN, "train.steps=2")), World.alone(), as_json=True)
+    return folder
+
+
+def test_a_finished_run_is_finished_again(short: Path, tokens: Path) -> None:
+    """As after a kill between the last checkpoint and the weights: no step is taken, the weights are written."""
+    shutil.rmtree(short / "weights")
+    rows = read_metrics(short / "metrics.jsonl")
+    train(prepare(config(tokens, short, *RUN, "train.steps=2", "run.resume=true")), World.alone(), as_json=True)
+    assert read_metrics(short / "metrics.jsonl") == rows
+    assert (short / "weights/manifest.json").is_file()
+    assert len(list((short / "checkpoints").glob("step-*"))) == 1
+
+
+def test_checkpoints_come_on_time_and_old_ones_go(tokens: Path, tmp_path: Path) -> None:
+    more = ("checkpoint.every=1", "checkpoint.keep=1", "checkpoint.keep_every=2", f"checkpoint.dir={tmp_path}/kept")
+    train(prepare(config(tokens, tmp_path / "run", *RUN, *more)), World.alone(), as_json=True)
+    names = sorted(path.name for path in (tmp_path / "kept").glob("step-*"))
+    assert names == ["step-00000002", "step-00000004", "step-00000006"]
+    with pytest.raises(ConfigError, match=r"already holds checkpoints: set run.resume=true"):
+        train(prepare(config(tokens, tmp_path / "other", *RUN, *more)), World.alone(), as_json=True)
+
+
+def test_a_damaged_checkpoint_is_passed_over(tokens: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "run"
+    train(prepare(config(tokens, folder, *RUN, "checkpoint.every=3")), World.alone(), as_json=True)
+    before = read_metrics(folder / "metrics.jsonl")
+    for file in (folder / "checkpoints/step-00000006").glob("*.safetensors"):
+        content = bytearray(file.read_bytes())
+        content[-1] ^= 1
+        file.write_bytes(content)
+    again = config(tokens, folder, *RUN, "run.resume=true", "checkpoint.keep=1")
+    train(prepare(again), World.alone(), as_json=True)
+    assert "step-00000006" in capfd.readouterr().err
+    after = read_metrics(folder / "metrics.jsonl")
+    assert [(row["step"], row["loss"]) for row in after] == [(row["step"], row["loss"]) for row in before]
+    assert {"damaged", "resume"} <= {event.kind for event in read(folder / EVENTS)}
+
+
+def test_resume_needs_a_folder_and_takes_an_empty_one(tokens: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"run.resume=true needs run.dir"):
+        claim_folder(load(None, ["run.resume=true"]))
+    folder = tmp_path / "run"
+    train(prepare(config(tokens, folder, *RUN, "train.steps=1", "run.resume=true")), World.alone(), as_json=True)
+    assert [row["step"] for row in read_metrics(folder / "metrics.jsonl")] == [0]
+
+
+def test_missing_and_unknown_tensors_are_named(short: Path, tokens: Path) -> None:
+    setup = prepare(config(tokens, short, *RUN, "run.resume=true"))
+    checkpoint = Checkpoint.open(short / "checkpoints/step-00000002")
+    shapes = expected(setup, checkpoint)
+    assert set(shapes) == set(checkpoint.names)
+    tensors = dict(checkpoint.manifest.tensors)
+    gone = tensors.pop("exp_avg/norm.weight")
+    lacking = Checkpoint(checkpoint.path, dataclasses.replace(checkpoint.manifest, tensors=tensors))
+    with pytest.raises(WeightsError, match=r"step-00000002 holds no exp_avg/norm.weight"):
+        expected(setup, lacking)
+    tensors |= {"exp_avg/norm.weight": gone, "exp_avg/norm.wieght": gone}
+    more = Checkpoint(checkpoint.path, dataclasses.replace(checkpoint.manifest, tensors=tensors))
+    with pytest.raises(WeightsError, match=r"holds exp_avg/norm.wieght, which this model does not have"):
+        expected(setup, more)

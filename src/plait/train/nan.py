@@ -32,9 +32,10 @@ class NaNPolicy:
         self._steps = steps
         self._skips = self._rollbacks = 0
 
-    def passed(self) -> None:
-        """A step had finite numbers."""
+    def passed(self, step: int) -> int:
+        """The step to take after ``step``, whose numbers are finite."""
         self._skips = 0
+        return step + 1
 
     def after(self, step: int, taken: Taken) -> int:
         """The step to take after the hopeless ``step``, whose update was left out; collective. RankError: none."""
@@ -52,16 +53,18 @@ class NaNPolicy:
                 self._steps.shift = behind - back
                 self._keeper.note("rollback", {"step": step, "loss": loss, "grad_norm": norm, "to": back})
                 return back
-        raise self._diverged(step, taken)
-
-    def _diverged(self, step: int, taken: Taken) -> RankError:
-        """What every rank raises then: all see the same numbers, so all stop."""
+            raise diverged(step, taken, ", there is no checkpoint to go back to")
         tried = {
             "stop": "",
             "skip": f", {self._skips} steps in a row were skipped before",
-            "rollback": f", after {max(self._rollbacks - 1, 0)} rollbacks",
-        }[self._run.nan]
-        return RankError(
-            f"step {step}: the loss is {taken.loss}, the gradient norm {taken.norm}{tried}: training has diverged. "
-            "What helps: a lower optimizer.lr, a longer optimizer.warmup, optimizer.clip=1, plan.precision=fp32"
-        )
+            "rollback": f", after {self._rollbacks} rollbacks",
+        }
+        raise diverged(step, taken, tried[self._run.nan])
+
+
+def diverged(step: int, taken: Taken, tried: str) -> RankError:
+    """What every rank raises then: all see the same numbers, so all stop."""
+    return RankError(
+        f"step {step}: the loss is {taken.loss}, the gradient norm {taken.norm}{tried}: training has diverged. "
+        "What helps: a lower optimizer.lr, a longer optimizer.warmup, optimizer.clip=1, plan.precision=fp32"
+    )

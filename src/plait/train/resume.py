@@ -9,8 +9,6 @@ same plan it then does what it would have done, bit for bit; under another one t
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-import json
 import math
 import os
 from collections.abc import Mapping
@@ -29,21 +27,18 @@ from plait.comm.world import World
 from plait.core.config import Config, dump, load
 from plait.core.errors import ConfigError, WeightsError
 from plait.core.shard import full
-from plait.models.config import parameter_shapes
 from plait.parallel.apply import Parallel
-from plait.parallel.state import MOMENTS, begin_moments, own_state, set_own_state, settle, stretches
+from plait.parallel.state import begin_moments, own_state, set_own_state, settle, stretches
 from plait.telemetry.record import read_metrics
-from plait.train.data import Samples, TokenFile
+from plait.train.data import Samples
 from plait.train.events_log import EVENTS, EventLog
 from plait.train.exchange import counted_elements, gather_json, pieces_of, read_stretches, together
-from plait.train.run import Setup, trained_shapes
+from plait.train.run import Setup
+from plait.train.same import check_same, expected, identity
 from plait.train.step import Steps
-from plait.train.tokens import token_path
 
 FOLDER = "checkpoints"
 """Of a run folder, unless checkpoint.dir names another."""
-_EDGE = 1 << 16
-"""Tokens at either end of the data that tell one file from another."""
 
 
 @final
@@ -192,114 +187,55 @@ class Keeper:
 
     def _load(self, path: Path) -> int:
         world, parallel, steps = self._world, self._parallel, self._steps
-        scalars: dict[str, Any] = {}
+        opened: list[Checkpoint] = []
+        shapes: dict[str, tuple[int, ...]] = {}
         own: dict[str, torch.Tensor] = {}
         counts: dict[str, int] = {}
 
-        def read() -> None:
-            checkpoint = Checkpoint.open(path)
-            scalars.update(checkpoint.scalars)
-            wanted = self._expected(checkpoint)
-            counts.update(dict.fromkeys(wanted, 0))
+        def look() -> None:
+            opened.append(Checkpoint.open(path))
+            check_same(path, opened[0].scalars, self._identity)
+            shapes.update(expected(self._setup, opened[0]))
 
-        def fill() -> None:
-            checkpoint = Checkpoint.open(path)
-            mine = [row for row in stretches(parallel, steps.optimizer) if row.name in counts]
-            read_stretches(checkpoint, mine)
+        def read() -> None:
+            mine = [row for row in stretches(parallel, steps.optimizer) if row.name in shapes]
+            read_stretches(opened[0], mine)
             counts.update(counted_elements(mine, world))
             if same_plan:
                 prefix = _own(world.rank)
-                names = [name for name in checkpoint.names if name.startswith(prefix)]
-                own.update({name.removeprefix(prefix): checkpoint.read(name) for name in names})
+                names = [name for name in opened[0].names if name.startswith(prefix)]
+                own.update({name.removeprefix(prefix): opened[0].read(name).to(world.device) for name in names})
 
-        together(world, read)
+        together(world, look)
+        scalars = opened[0].scalars
+        done = int(scalars["step"])
         same_plan = scalars["plan"] == str(self._setup.plan) and scalars["ranks"] == world.mesh.world_size
         steps.resume(scalars, same_plan=same_plan)
         begin_moments(parallel, steps.optimizer, steps.updates)
-        together(world, fill)
-        self._all_there(path, counts)
-        previous = any(name.startswith("previous/") for name in counts)
-        settle(parallel, step=int(scalars["step"]), previous=previous)
-        set_own_state(parallel, {name: value.to(world.device) for name, value in own.items()})
-        self._saved = int(scalars["step"])
-        return self._saved
+        together(world, read)
+        self._all_there(shapes, counts)
+        settle(parallel, step=done, previous=any(name.startswith("previous/") for name in shapes))
+        set_own_state(parallel, own)
+        if not same_plan and any(name.startswith("own/") for name in opened[0].names):
+            self._warnings.append(
+                f"{path.name} was saved by plan {scalars['plan']!r} on {scalars['ranks']} ranks: what its compression "
+                "had kept back of the gradients is left out"
+            )
+        self._saved = done
+        return done
 
-    def _expected(self, checkpoint: Checkpoint) -> list[str]:
-        """The tensors to be read; errors where the checkpoint is another run's, or lacks or has what it should not."""
-        check_same(checkpoint.path, checkpoint.scalars, self._identity)
-        model, two = self._setup.model, self._setup.plan.schedule == "2bw"
-        trained = trained_shapes(self._setup)
-        shapes = {f"weights/{name}": shape for name, shape in parameter_shapes(model).items()}
-        if checkpoint.scalars["updates"]:
-            shapes |= {f"{moment}/{name}": shape for moment in MOMENTS for name, shape in trained.items()}
-        for layer in range(model.num_layers):
-            moe = model.moe_of(layer)
-            if moe is not None:
-                shapes[f"router/layers.{layer}.share"] = (moe.num_experts,)
-        previous = {f"previous/{name}": shape for name, shape in trained.items()}
-        held = {name for name in checkpoint.names if not name.startswith("own/")}
-        two_kept = not held.isdisjoint(previous)
-        known = shapes | previous if two_kept else shapes
-        for name in known.keys() ^ held:
-            what = f"holds no {name}" if name in known else f"holds {name}, which this model does not have"
-            raise WeightsError(f"{checkpoint.path} {what}")
-        for name, shape in known.items():
-            if checkpoint.shape(name) != shape:
-                have = list(checkpoint.shape(name))
-                raise WeightsError(f"{checkpoint.path} holds {name} as {have}, this model has it as {list(shape)}")
-        return list(known if two and two_kept else shapes)
-
-    def _all_there(self, path: Path, counts: Mapping[str, int]) -> None:
-        """WeightsError where the ranks together have not set every element of every tensor."""
-        names = sorted(counts)
-        mine = torch.tensor([counts[name] for name in names], dtype=torch.float64, device=self._world.device)
-        found = self._world.group("pp", "dp", "cp", "tp").all_reduce(mine).wait().tolist()
-        checkpoint = Checkpoint.open(path)
-        for name, count in zip(names, found, strict=True):
-            if int(count) != math.prod(checkpoint.shape(name)):
-                raise WeightsError(
-                    f"{name}: {int(count)} of {math.prod(checkpoint.shape(name))} elements were restored"
-                )
+    def _all_there(self, shapes: Mapping[str, tuple[int, ...]], counts: Mapping[str, int]) -> None:
+        """WeightsError where the ranks together have not set every element of every tensor; collective."""
+        mine = [float(counts.get(name, 0)) for name in shapes]
+        total = torch.tensor(mine, dtype=torch.float64, device=self._world.device)
+        found = self._world.group("pp", "dp", "cp", "tp").all_reduce(total).wait().tolist()
+        for (name, shape), count in zip(shapes.items(), found, strict=True):
+            if int(count) != math.prod(shape):
+                raise WeightsError(f"{name}: {int(count)} of its {math.prod(shape)} elements were restored")
 
 
 def _own(rank: int) -> str:
     return f"own/rank-{rank}/"
-
-
-def identity(setup: Setup, samples: Samples) -> dict[str, Any]:
-    """What makes a run this run, as plain JSON: by key of the run file, or what a key leads to."""
-    config, file = setup.config, TokenFile.open(token_path(setup.config))
-    edges = (file.tokens[:_EDGE], file.tokens[-_EDGE:])
-    digest = hashlib.blake2b(b"".join(part.tobytes() for part in edges), digest_size=16).hexdigest()
-    found: dict[str, Any] = {
-        "train.seed": config.train.seed,
-        "train.global_batch": config.train.global_batch,
-        "train.freeze": list(config.train.freeze),
-        "data.seq": config.data.seq,
-        "data.shuffle": config.data.shuffle,
-        "data.separator": config.data.separator,
-        "data.held_out": samples.held_out,
-        "data (its tokens)": [len(file.tokens), digest],
-    }
-    model = cast("dict[str, Any]", json.loads(json.dumps(setup.model.to_mapping())))
-    return found | {f"model.{name}": value for name, value in model.items()}
-
-
-def check_same(path: Path, scalars: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """ConfigError naming what differs where the checkpoint at ``path`` is not of the run that ``now`` identifies."""
-    before = scalars.get("run")
-    if not isinstance(before, dict):
-        raise ConfigError(f"{path} holds weights alone: set model.hf or start a new run from it, it cannot be resumed")
-    wrong = [
-        f"{name} was {json.dumps(before.get(name))}, is {json.dumps(now.get(name))}"
-        for name in sorted({*before, *now})
-        if before.get(name) != now.get(name)
-    ]
-    if wrong:
-        raise ConfigError(
-            f"{path} is of another run: {'; '.join(wrong)}. What may change: [plan], [optimizer], [run], [checkpoint], "
-            "train.steps and what is measured"
-        )
 
 
 def config_of(folder: Path, overrides: tuple[str, ...] = ()) -> Config:

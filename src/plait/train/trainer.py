@@ -122,20 +122,20 @@ def train(setup: Setup, world: World, *, as_json: bool = False, worker: Worker |
                 events = meter.events()
                 if chief:
                     write_trace(folder / "trace.json", events)
-            if hopeless(taken, steps.scale):
-                metrics.write(row)
-                following = policy.after(step, taken)
+            lost = hopeless(taken, steps.scale)
+            if config.train.eval_every and (step + 1) % config.train.eval_every == 0 and not lost:
+                heart.beat(step, "evaluate")
+                row[EVAL_KEY] = evaluate(setup, parallel, samples)
+            metrics.write(row)
+            following = policy.after(step, taken) if lost else policy.passed(step)
+            if following <= step:
                 if chief:
                     cut_metrics(folder / "metrics.jsonl", following)
                 step = following
                 continue
-            policy.passed()
-            step += 1
-            if config.train.eval_every and step % config.train.eval_every == 0:
-                heart.beat(step, "evaluate")
-                row[EVAL_KEY] = evaluate(setup, parallel, samples)
-            metrics.write(row)
-            show.update(row)
+            step = following
+            if not lost:
+                show.update(row)
             warn(chief, stragglers.observe(step, meter.computes))
             heart.beat(step, "save", bounded=False)
             if meter.asked:
