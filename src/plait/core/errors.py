@@ -31,6 +31,12 @@ class RankError(PlaitError, RuntimeError):
     exit_code = 4
 
 
+class DivergedError(RankError):
+    """Loss or gradients are no finite numbers, and ``run.nan`` leaves nothing to try: the same would come again."""
+
+    exit_code = 7
+
+
 class WeightsError(PlaitError, ValueError):
     """Stored weights that are missing, truncated, or do not fit the model."""
 

@@ -23,7 +23,7 @@ from plait.comm.flight import Flight, flight_file
 from plait.core.errors import ConfigError, PlaitError, PlanError, RankError
 from plait.core.mesh import Mesh
 from plait.train import slurm
-from plait.train.local import WorkerFailed, run_local
+from plait.train.local import Watched, WorkerFailed, run_local
 from plait.train.supervise import StoppedError
 from plait.train.worker import call, run
 
@@ -132,21 +132,21 @@ def launch(
     device: str = "auto",
     timeout: float = 60.0,
     threads: int | None = None,
-    grace: float | None = None,
+    watched: Watched | None = None,
 ) -> None:
     """Run ``function(worker, *args)`` on ``processes`` ranks; returns when all have.
 
     ``function`` is importable at top level: the object, or ``"module:name"``. ``args`` are JSON values. ``device`` is
     auto, cpu or cuda; ``timeout`` the seconds any rank waits for another; ``threads`` those a local rank computes with
-    (None: OMP_NUM_THREADS, or the cores shared evenly). ``grace``: for functions that heed
-    `plait.train.supervise.Stop`: the seconds they get to end after SIGTERM or SIGUSR1; None: all ranks end at once.
-    One rank, or a rank that torchrun or srun started, runs in this process. Raises `WorkerFailed` naming the first
-    local worker that failed or hangs, `StoppedError` when the ranks heeded a signal, KeyboardInterrupt on Ctrl-C, and
+    (None: OMP_NUM_THREADS, or the cores shared evenly). ``watched``: for functions that heed
+    `plait.train.supervise.Stop`; None: a signal ends all ranks at once. One rank that is not watched, or a rank that
+    torchrun or srun started, runs in this process. Raises `WorkerFailed` naming the first local worker that failed or
+    hangs, `StoppedError` when watched ranks heeded a signal, KeyboardInterrupt on Ctrl-C, and
     BrokenPipeError when who read the output has left, after every rank has ended. When a rank that torchrun or srun
     started fails, it says why and this process ends.
     """
     place = placed()
-    if place is None and processes == 1:
+    if place is None and processes == 1 and watched is None:
         _use_threads(threads)
         alone = Place(rank=0, local_rank=0, world_size=1)
         call(address_of(function), Worker(place=alone, device=device, timeout=timeout), args)
@@ -164,7 +164,7 @@ def launch(
             "parent": os.getpid(),
         }
         try:
-            run_local(payload, processes, timeout=timeout, grace=grace)
+            run_local(payload, processes, timeout=timeout, watched=watched)
         except (WorkerFailed, StoppedError, KeyboardInterrupt, BrokenPipeError):
             _leave_panel()
             raise

@@ -16,7 +16,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -58,9 +58,9 @@ class Ended:
 class WorkerFailed(RankError):
     """A local rank failed, and all were ended.
 
-    ``rank`` is which (-1: none, a signal came to the launcher), ``cause`` is error, exit, signal or hang, ``trace`` its
-    own traceback ("" when it left none), ``diagnosis`` what the others waited for ("" when nobody did), ``flights`` the
-    last operations of all ranks, ``beats`` their last signs of life.
+    ``rank`` is which (-1: none, a signal came to the launcher), ``cause`` is error, exit, signal or hang ("" for none),
+    ``trace`` its own traceback ("" when it left none), ``diagnosis`` what the others waited for ("" when nobody did),
+    ``flights`` the last operations of all ranks, ``beats`` their last signs of life.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class WorkerFailed(RankError):
         trace: str,
         exit_code: int,
         rank: int = -1,
-        cause: str = "signal",
+        cause: str = "",
         diagnosis: str = "",
         flights: Sequence[Mapping[str, Any]] = (),
         beats: Mapping[int, Beat] | None = None,
@@ -85,13 +85,26 @@ class WorkerFailed(RankError):
         self.beats = beats or {}
 
 
-def run_local(job: Mapping[str, object], processes: int, *, timeout: float, grace: float | None) -> None:
+@dataclass(frozen=True, kw_only=True)
+class Watched:
+    """How ranks that heed `plait.train.supervise.Stop` are looked after.
+
+    ``grace``: seconds they get to save after SIGTERM or SIGUSR1, which is passed on to them; another such signal ends
+    them at once. ``recall`` is asked now and then: True asks the ranks to save and end, as a signal does. ``places``:
+    the places on this machine (GPUs, where it has them) that the ranks take; None: the first ones.
+    """
+
+    grace: float
+    recall: Callable[[], bool]
+    places: Sequence[int] | None = None
+
+
+def run_local(job: Mapping[str, object], processes: int, *, timeout: float, watched: Watched | None = None) -> None:
     """Run ``job`` on ``processes`` local ranks; returns when all are done.
 
-    ``timeout``: a rank whose signs of life stop for so many seconds hangs. ``grace``: None, or what ranks get to save
-    after SIGTERM or SIGUSR1, which is then passed on to them; another such signal ends them at once. Raises
-    `WorkerFailed`, `StoppedError` when all ranks ended on a signal as they should, KeyboardInterrupt, and
-    BrokenPipeError when who read the output has left.
+    ``timeout``: a rank whose signs of life stop for so many seconds hangs. ``watched``: None for functions that know
+    nothing of signals: one ends them all. Raises `WorkerFailed`, `StoppedError` when all ranks ended on a signal as
+    they should, KeyboardInterrupt, and BrokenPipeError when who read the output has left.
     """
     from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, yet torch does not list it
 
@@ -103,14 +116,24 @@ def run_local(job: Mapping[str, object], processes: int, *, timeout: float, grac
             raise ConfigError(f"the arguments of a launched function have to be JSON values: {error}") from error
         store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         ranks: list[subprocess.Popen[bytes]] = []
-        with _Signals(passed_on=grace is not None) as signals:
+        with _Signals(passed_on=watched is not None) as signals:
             try:
                 for rank in range(processes):
                     command = [sys.executable, "-P", "-c", _WORKER, str(folder / "job.json")]
-                    ranks.append(subprocess.Popen(command, env=_environment(rank, processes, folder, store.port)))
-                _watch(ranks, folder, signals, timeout, grace)
+                    environment = _environment(rank, processes, folder, store.port)
+                    if watched is not None and watched.places is not None:
+                        environment |= _visible(watched.places)
+                    ranks.append(subprocess.Popen(command, env=environment))
+                _watch(ranks, folder, signals, timeout, watched)
             finally:
-                _end(ranks, gently=grace is None)
+                _end(ranks, gently=watched is None)
+
+
+def _visible(places: Sequence[int], env: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Show ranks the GPUs of ``places`` alone, so that the k-th rank takes the k-th of them."""
+    shown = env.get("CUDA_VISIBLE_DEVICES", "")
+    names = shown.split(",") if shown else [str(place) for place in range(max(places, default=-1) + 1)]
+    return {"CUDA_VISIBLE_DEVICES": ",".join(names[place] for place in places if place < len(names))}
 
 
 def _environment(rank: int, processes: int, folder: Path, port: int) -> dict[str, str]:
@@ -130,7 +153,7 @@ def _environment(rank: int, processes: int, folder: Path, port: int) -> dict[str
 
 
 def _watch(
-    ranks: Sequence[subprocess.Popen[bytes]], folder: Path, signals: _Signals, timeout: float, grace: float | None
+    ranks: Sequence[subprocess.Popen[bytes]], folder: Path, signals: _Signals, timeout: float, watched: Watched | None
 ) -> None:
     """Return when all ranks have ended well; raise as `run_local` says, with ranks perhaps still there."""
     lookout, looked = Lookout(folder, len(ranks), timeout), time.monotonic()
@@ -139,6 +162,8 @@ def _watch(
         ended = _ended(ranks, folder)
         if any(one.code not in (0, StoppedError.exit_code) for one in ended):
             time.sleep(SETTLE_SECONDS)
+            if signals.asked:  # a signal to all of them came before they could heed it
+                raise _signalled(signals.asked, "the ranks ended before they could save")
             raise _failure(_ended(ranks, folder), len(ranks), folder)
         if len(ended) == len(ranks):
             stopped = [one for one in ended if one.code]
@@ -149,22 +174,33 @@ def _watch(
         now = time.monotonic()
         if signals.fatal == signal.SIGINT:
             raise KeyboardInterrupt
-        late = asked is not None and grace is not None and now > asked + grace
-        if signals.fatal or late:
-            number = signals.fatal or signals.asked
-            why = f"the ranks had not saved within {grace:g} s (run.grace)" if late else "all ranks were ended"
-            raise WorkerFailed(f"{signal.Signals(number).name}: {why}", trace="", exit_code=128 + number)
+        if signals.fatal:
+            raise _signalled(signals.fatal, "all ranks were ended")
+        if watched is not None and asked is not None and now > asked + watched.grace:
+            number = signals.asked or signal.SIGUSR1
+            raise _signalled(number, f"the ranks had not saved within {watched.grace:g} s (run.grace)")
         if signals.asked and asked is None:
-            asked = now
-            draft = folder / "stop.tmp"
-            draft.write_text(str(int(signals.asked)), encoding="ascii")
-            draft.rename(stop_file(folder))
+            asked = _ask(folder, signals.asked)
         if now > looked + LOOK_SECONDS:
             looked = now
+            if watched is not None and asked is None and watched.recall():
+                asked = _ask(folder, signal.SIGUSR1)
             rank = lookout.hung(now)
             if rank is not None:
                 raise _hang(rank, len(ranks), folder, timeout, ranks[rank].pid)
         time.sleep(POLL_SECONDS)
+
+
+def _ask(folder: Path, number: int) -> float:
+    """Ask the ranks to save and end, as signal ``number`` does; returns when."""
+    draft = folder / "stop.tmp"
+    draft.write_text(str(int(number)), encoding="ascii")
+    draft.rename(stop_file(folder))
+    return time.monotonic()
+
+
+def _signalled(number: int, why: str) -> WorkerFailed:
+    return WorkerFailed(f"{signal.Signals(number).name}: {why}", trace="", exit_code=128 + number)
 
 
 def _ended(ranks: Sequence[subprocess.Popen[bytes]], folder: Path) -> list[Ended]:

@@ -23,6 +23,7 @@ from plait.train.launch import Place, Worker, launch, placed
 from plait.train.measure import Meter, device_facts
 from plait.train.nan import NaNPolicy, hopeless
 from plait.train.progress import Progress, heading
+from plait.train.restart import RANK, supervise
 from plait.train.resume import Keeper, cut_metrics
 from plait.train.run import Setup, build, claim_folder, open_samples, prepare, to_device
 from plait.train.step import Steps
@@ -48,8 +49,11 @@ def start(config: Config, *, as_json: bool = False) -> None:
             Console(highlight=False).print(heading(setup), soft_wrap=True)
         if place is None:
             open_samples(setup)  # text becomes tokens once, and data that cannot serve is refused here
+    if place is None and setup.world_size > 1:
+        supervise(config, setup.world_size, as_json=as_json)
+        return
     launch(
-        "plait.train.trainer:run_rank",
+        RANK,
         processes=setup.world_size,
         args=[dump(config), as_json],
         device=config.run.device,
