@@ -9,8 +9,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from plait.checkpoint.manifest import seal
 from plait.checkpoint.reshard import flat_to_boxes
-from plait.checkpoint.store import PieceRecord, WeightFolder, write_manifest, write_shard
+from plait.checkpoint.store import WeightFolder, write_manifest, write_shard
+from plait.checkpoint.writer import ShardRecord
 from plait.core.errors import WeightsError
 from plait.core.shard import Box, split
 
@@ -28,9 +30,9 @@ def at(tensor: torch.Tensor, box: Box) -> torch.Tensor:
     return tensor[tuple(slice(start, stop) for start, stop in box)]
 
 
-def write(folder: Path, ranks: int = 3, change: float = 0.0) -> list[PieceRecord]:
+def write(folder: Path, ranks: int = 3, change: float = 0.0) -> list[ShardRecord]:
     """Store WEIGHTS the way ZeRO on ``ranks`` does: flat ranges as boxes, as views of one flat buffer."""
-    records: list[PieceRecord] = []
+    records: list[ShardRecord] = []
     for rank in range(ranks):
         pieces: dict[str, list[tuple[Box, torch.Tensor]]] = {}
         for name, tensor in WEIGHTS.items():
@@ -54,7 +56,7 @@ def folder(tmp_path: Path) -> Path:
 def edit(folder: Path, change: Callable[[dict[str, object]], None]) -> None:
     document = json.loads((folder / "manifest.json").read_text())
     change(document)
-    (folder / "manifest.json").write_text(json.dumps(document))
+    (folder / "manifest.json").write_bytes(seal(document))
 
 
 def pieces_of(document: dict[str, object], name: str = "embed.tokens.weight") -> list[dict[str, object]]:
@@ -129,8 +131,11 @@ def test_an_incomplete_write_is_not_committed(folder: Path) -> None:
     for bad, word in (
         (records[1:], "embed.tokens.weight.*in no piece"),
         ([*records, records[0]], "embed.tokens.weight.*both hold"),
-        ([*records, {**records[0], "name": "other"}], "other"),
-        ([*records[:-1], {**records[-1], "dtype": "int8"}], r"norm\.weight.*several dtypes: float64, int8"),
+        ([*records, {**records[0], "tensors": {"other": ([1], "float32")}}], "other"),
+        (
+            [*records[:-1], {**records[-1], "tensors": {"norm.weight": ([7], "int8")}}],
+            r"norm\.weight.*several dtypes: float64, int8",
+        ),
     ):
         with pytest.raises(WeightsError, match=word):
             write_manifest(folder, MODEL, SHAPES, bad)
@@ -177,11 +182,24 @@ def test_a_column_shard_and_tensors_without_elements(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["../x.safetensors", "/etc/x.safetensors", "a/x.safetensors", "x.bin", "..", "", 3, None, "C:x.safetensors"]
+    "name", ["../x.safetensors", "/etc/x.safetensors", "a/x.safetensors", "x.bin", "..", "", "C:x.safetensors"]
 )
-def test_file_names_that_leave_the_folder(folder: Path, name: object) -> None:
+def test_file_names_that_leave_the_folder(folder: Path, name: str) -> None:
+    def change(document: dict[str, object]) -> None:
+        files = document["files"]
+        assert isinstance(files, dict)
+        files[name] = files.pop(pieces_of(document)[0]["file"])
+        pieces_of(document)[0].update(file=name)
+
+    edit(folder, change)
+    with pytest.raises(WeightsError, match="plain name"):
+        WeightFolder(folder)
+
+
+@pytest.mark.parametrize("name", ["../x.safetensors", "other.safetensors", 3, None, []])
+def test_pieces_in_files_that_are_not_named(folder: Path, name: object) -> None:
     edit(folder, lambda document: pieces_of(document)[0].update(file=name))
-    with pytest.raises(WeightsError, match=r"embed\.tokens\.weight.*plain name"):
+    with pytest.raises(WeightsError, match=r"embed\.tokens\.weight.*(none of the files|have to be names)"):
         WeightFolder(folder)
 
 
@@ -199,7 +217,8 @@ def test_links_out_of_the_folder(folder: Path, tmp_path: Path) -> None:
         (lambda d: d.update(format="other"), "not a manifest"),
         (lambda d: d.update(version=2), "version 2; this plait reads version 1"),
         (lambda d: d.update(tensors=[]), "objects"),
-        (lambda d: d.update(model=None), "objects"),
+        (lambda d: d.update(scalars=None), "objects"),
+        (lambda d: d.update(scalars={}), "hold no model"),
         (lambda d: d["tensors"].update(x=3), "'x'"),
         (lambda d: d["tensors"].update(x={"dtype": "float32", "pieces": []}), "'x': 'shape' is missing"),
         (lambda d: d["tensors"]["scale"].update(dtype="object"), "'scale'.*object"),
@@ -249,7 +268,7 @@ def test_a_missing_and_a_swapped_file(folder: Path) -> None:
     file = next(folder.glob("rank-00001-*"))
     tensors = load_file(file)
     save_file({**tensors, "norm.weight.0": tensors["norm.weight.0"].float()}, file)
-    with pytest.raises(WeightsError, match=r"F32.*the manifest says F64"):
+    with pytest.raises(WeightsError, match=f"{file.name} is missing or damaged: it holds"):
         WeightFolder(folder)
     file.unlink()
     with pytest.raises(WeightsError, match=f"{file.name} is missing"):
@@ -258,9 +277,10 @@ def test_a_missing_and_a_swapped_file(folder: Path) -> None:
 
 def test_the_manifest_is_as_documented(folder: Path) -> None:
     document = json.loads((folder / "manifest.json").read_text())
-    assert document["format"] == "plait-weights"
+    assert document["format"] == "plait-checkpoint"
     assert document["version"] == 1
-    assert document["model"] == MODEL
+    assert document["step"] is None
+    assert document["scalars"] == {"model": MODEL}
     entry = document["tensors"]["norm.weight"]
     assert entry["shape"] == [7]
     assert entry["dtype"] == "float64"

@@ -119,7 +119,7 @@ def seal(document: Mapping[str, Any]) -> bytes:
     try:
         lines = [f" {json.dumps(key)}: {_dump(key, value)}" for key, value in document.items() if key != "sha256"]
     except (TypeError, ValueError, RecursionError) as error:
-        raise WeightsError(f"what is to be saved is no plain JSON: {error}") from error
+        raise WeightsError(f"{MANIFEST}: what is to be saved is no plain JSON: {error}") from error
     content = ("{\n" + ",\n".join(lines) + ",").encode()
     return content + f'\n "sha256": "{hashlib.sha256(content).hexdigest()}"\n}}\n'.encode()
 

@@ -80,7 +80,7 @@ class Host:
         if private or not plain:
             content: tuple[torch.Tensor, ...] = (self._filled(snapshot.pieces, layout),)
         else:
-            content = _views(snapshot.pieces, layout)
+            content = views(snapshot.pieces, layout)
         return Copied(scalars=scalars, content=content, record=record)
 
     def _filled(self, pieces: Sequence[Piece], layout: Layout) -> torch.Tensor:
@@ -102,7 +102,7 @@ class Host:
         if self._layout is None or self._record is None or key != self._key:
             runs = share(pieces, rank)
             self._layout = lay_out(pieces, runs)
-            self._record = _record(pieces, self._layout)
+            self._record = record_of(pieces, self._layout)
             self._key = key
         return self._layout, self._record
 
@@ -116,7 +116,8 @@ def _memory(size: int, *, pinned: bool) -> torch.Tensor:
     return torch.frombuffer(memory, dtype=torch.uint8)
 
 
-def _views(pieces: Sequence[Piece], layout: Layout) -> tuple[torch.Tensor, ...]:
+def views(pieces: Sequence[Piece], layout: Layout) -> tuple[torch.Tensor, ...]:
+    """The file's bytes, where they lie: its head, and runs of the pieces' values, which are contiguous host tensors."""
     found = [torch.frombuffer(bytearray(layout.head), dtype=torch.uint8)]
     for block in layout.blocks:
         content = pieces[block.run.piece].values.detach().reshape(-1).view(torch.uint8)
@@ -152,7 +153,8 @@ def _bytes_of(tensor: torch.Tensor) -> memoryview:
     return memoryview(tensor.numpy())  # type: ignore[arg-type]
 
 
-def _record(pieces: Sequence[Piece], layout: Layout) -> ShardRecord:
+def record_of(pieces: Sequence[Piece], layout: Layout) -> ShardRecord:
+    """What a file of ``layout`` holds; WeightsError where a tensor has two forms."""
     tensors: dict[str, tuple[list[int], str]] = {}
     for piece in pieces:
         form = (list(piece.shape), dtype_name(piece))
@@ -183,7 +185,7 @@ def write_file(copied: Copied, folder: Path, file: str, passed: Callable[[str], 
         sums = disk.write(folder / file, len(whole), lambda start, stop: whole[start:stop], passed)
     else:
         sums = disk.write(folder / file, record["bytes"], _Joined(copied.content).give, passed)
-    return ShardRecord(file=file, bytes=record["bytes"], sums=sums, tensors=record["tensors"], pieces=record["pieces"])
+    return {**record, "file": file, "sums": sums}
 
 
 def gather(records: Sequence[ShardRecord], *, step: int | None, created: str, scalars: Mapping[str, Any]) -> Manifest:

@@ -16,8 +16,10 @@ from pathlib import Path
 import torch
 
 from plait.checkpoint.hf import HFFolder, export
+from plait.checkpoint.manifest import MANIFEST
 from plait.checkpoint.reshard import volume
-from plait.checkpoint.store import MANIFEST, PieceRecord, WeightFolder, write_manifest, write_shard
+from plait.checkpoint.store import WeightFolder, write_manifest, write_shard
+from plait.checkpoint.writer import ShardRecord
 from plait.core.errors import ConfigError, WeightsError
 from plait.core.shard import Box
 from plait.models.config import ModelConfig, parameter_count, parameter_shapes
@@ -134,7 +136,7 @@ def _to_hf(folder: Path, dst: Path, dtype: torch.dtype | None) -> None:
 
 def _to_plait(folder: Path, dst: Path, dtype: torch.dtype | None) -> None:
     source = HFFolder(folder)
-    records: list[PieceRecord] = []
+    records: list[ShardRecord] = []
     with _folder(dst) as draft:
         for number, group in enumerate(_groups(source, dtype)):
             records += write_shard(draft, number, group)

@@ -16,7 +16,8 @@ from torch import Tensor
 from plait.checkpoint.reader import Checkpoint, Request
 from plait.checkpoint.reshard import flat_to_boxes, intersect, relative, volume
 from plait.checkpoint.state import Piece as Stored
-from plait.checkpoint.store import PieceRecord, write_manifest, write_shard
+from plait.checkpoint.store import write_manifest, write_shard
+from plait.checkpoint.writer import ShardRecord
 from plait.comm.group import Group
 from plait.comm.world import World
 from plait.core.errors import ConfigError, PlaitError, RankError, WeightsError
@@ -136,7 +137,7 @@ def write_stretches(
     shapes = parameter_shapes(config)
     wanted = list(names) or list(shapes)
     records = together(world, lambda: write_shard(folder, world.rank, pieces))
-    rows = [record for rank_rows in records for record in cast("list[PieceRecord]", rank_rows)]
+    rows = [record for rank_rows in records for record in cast("list[ShardRecord]", rank_rows)]
 
     def commit() -> None:
         if world.rank == 0:
