@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import json
 import os
 from pathlib import Path
 
@@ -12,8 +13,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from plait.checkpoint.hf import export
-from plait.checkpoint.store import MANIFEST, WeightFolder, write_manifest, write_shard
+from plait.checkpoint.manifest import MANIFEST, seal
+from plait.checkpoint.saver import Saver
+from plait.checkpoint.state import Piece, Snapshot
+from plait.checkpoint.store import WeightFolder, write_manifest, write_shard
 from plait.core.errors import ConfigError, WeightsError
+from plait.core.shard import full
 from plait.models.batch import Batch
 from plait.models.config import PRESETS, ModelConfig, parameter_shapes
 from plait.models.decoder import Decoder
@@ -21,6 +26,7 @@ from plait.models.families import to_hf
 from plait.models.init import InitSource, initialise
 from plait.train import convert
 from plait.train.data import TokenFile
+from tests.checkpoint.ranks import Alone
 
 transformers = pytest.importorskip("transformers")
 
@@ -245,11 +251,32 @@ def test_options_of_another_kind_are_refused(tmp_path: Path) -> None:
 def test_weights_that_are_not_whole_or_not_of_their_model_are_refused(tmp_path: Path) -> None:
     run = run_folder(tmp_path / "run", noisy(LLAMA))
     manifest = run / "weights" / MANIFEST
-    text = manifest.read_text()
-    manifest.write_text(text.replace('"num_layers": 2', '"num_layers": 3'))
+    document = json.loads(manifest.read_text())
+    document["scalars"]["model"]["num_layers"] = 3
+    manifest.write_bytes(seal(document))
     with pytest.raises(WeightsError, match=r"layers\.2\.norm1\.weight is stored as None"):
         convert.run([run], tmp_path / "out")
     manifest.unlink()
     with pytest.raises(WeightsError, match="a write that was not finished"):
         convert.run([run], tmp_path / "out")
     assert left(tmp_path) == ["run"]
+
+
+def test_a_runs_checkpoint_becomes_a_hugging_face_folder(tmp_path: Path) -> None:
+    """Without the ranks that wrote it, and without what else it holds."""
+    model = noisy(dataclasses.replace(LLAMA, tied=True))
+    pieces = [
+        Piece(name=f"{kind}/{name}", shape=tuple(p.shape), values=p, boxes=(full(tuple(p.shape)),))
+        for kind in ("weights", "exp_avg")
+        for name, p in model.named_parameters()
+    ]
+    saver = Saver(tmp_path / "checkpoints", rank=0, group=Alone())
+    saver.save(Snapshot(step=7, pieces=pieces, scalars={"model": model.config.to_mapping(), "step": 7}))
+    (saved,) = saver.drain()
+    assert saved.path is not None
+    convert.run([saved.path], tmp_path / "hf")
+    read = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf", attn_implementation="eager").eval()
+    batch = Batch(tokens_BT=TOKENS, targets_BT=TOKENS, sample_B=torch.arange(3), step=0)
+    with torch.no_grad():
+        torch.testing.assert_close(model(None, batch).view(3, 21, -1), read(TOKENS).logits, rtol=1e-5, atol=1e-5)
+    assert "lm_head.weight" not in stored(tmp_path / "hf")
