@@ -138,7 +138,9 @@ def load(folder: Path) -> Manifest:
         with path.open("rb") as file:
             text = file.read(LIMIT + 1)
     except FileNotFoundError:
-        raise WeightsError(f"{folder} holds no {MANIFEST}: nothing was saved, or the save was not finished") from None
+        raise WeightsError(
+            f"{folder} holds no {MANIFEST}: nothing was stored, or a write that was not finished"
+        ) from None
     except OSError as error:
         raise WeightsError(f"{path} cannot be read: {error.strerror}") from error
     return decode(text, str(path))
