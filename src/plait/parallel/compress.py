@@ -21,7 +21,7 @@ from torch import Tensor
 from plait.comm.group import Group, Pending
 from plait.core.compression import Compression
 from plait.core.errors import PlanError
-from plait.parallel.reducer import Exact, Reducer, padded
+from plait.parallel.reducer import Exact, Reducer, padded, same_memory
 
 Layout = Callable[[int], Sequence[tuple[int, tuple[int, ...]]]]
 """Key of a bucket -> (offset, shape) of every tensor in it; what no tensor covers is padding, zero on all ranks."""
@@ -105,7 +105,7 @@ class _Feedback(Reducer):
 
         def finish() -> Tensor:
             mine = whole.wait()[begin : begin + out.numel()]
-            return out if mine.data_ptr() == out.data_ptr() else out.copy_(mine)
+            return out if same_memory(out, mine) else out.copy_(mine)
 
         return Pending(finish)
 

@@ -16,7 +16,7 @@ from plait.comm.group import Pending
 from plait.core.shard import Copies, Piece, ShardSpec
 from plait.parallel.fold import Fold
 from plait.parallel.grads import Deferred, Slot
-from plait.parallel.grouping import is_data, place_of, runs
+from plait.parallel.grouping import first_use, is_data, runs
 from plait.parallel.linear import Fused
 
 _NORM_BLOCK = 4096
@@ -91,7 +91,7 @@ class Bucket:
     @property
     def first(self) -> int:
         """The earliest place of the model that the bucket has parameters of: its gradients are whole behind it."""
-        return min(place_of(one.name) for one in self.held)
+        return min(first_use(one) for one in self.held)
 
     def view(self, whole: Tensor, index: int) -> Tensor:
         """Parameter ``index`` in a flat tensor of the whole bucket."""

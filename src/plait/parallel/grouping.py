@@ -60,6 +60,11 @@ def place_of(name: str) -> int:
     return -1 if part == "embed" else sys.maxsize
 
 
+def first_use(one: Kept) -> int:
+    """Where this rank uses the parameter first: of a tied weight, the last stage has the head's copy."""
+    return sys.maxsize if one.tied and one.stage else place_of(one.name)
+
+
 def bucket_groups(held: Sequence[One], bucket_bytes: int, *, by_place: bool = False) -> list[list[One]]:
     """Parameters that may share a bucket, in the order in which backward completes them.
 
@@ -71,7 +76,7 @@ def bucket_groups(held: Sequence[One], bucket_bytes: int, *, by_place: bool = Fa
         # Partial ones apart: their layout is then the same on all their holders, whatever is cut unevenly elsewhere.
         # A tied weight is the same on both its stages for the same reason.
         kind = (one.stage, one.tied, decays(one), partial, one.spec.expert, one.dtype)
-        kinds.setdefault((*kind, place_of(one.name) if by_place else 0), []).append(one)
+        kinds.setdefault((*kind, first_use(one) if by_place else 0), []).append(one)
     groups: list[list[One]] = []
     for members in kinds.values():
         filled = bucket_bytes

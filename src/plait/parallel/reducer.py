@@ -56,7 +56,7 @@ class Exact(Reducer):
 
     def reduce_scatter(self, key: int, flat: Tensor, out: Tensor) -> Pending:
         if self._group.size == 1:
-            return Pending(lambda: out if out.data_ptr() == flat.data_ptr() else out.copy_(flat))
+            return Pending(lambda: out if same_memory(out, flat) else out.copy_(flat))
         return self._group.reduce_scatter(flat, out=out)
 
 
@@ -104,6 +104,12 @@ def node_groups(world: World, axes: Sequence[str], node: int) -> tuple[Group, Gr
     within = [line[begin : begin + node] for line in lines for begin in range(0, len(line), node)]
     across = [line[place::node] for line in lines for place in range(node)]
     return world.shared(f"{name} within nodes", within), world.shared(f"{name} across nodes", across)
+
+
+def same_memory(one: Tensor, other: Tensor) -> bool:
+    """Whether two flat tensors begin at the same place, also where they have no values."""
+    same = one.untyped_storage()._cdata == other.untyped_storage()._cdata
+    return same and one.storage_offset() == other.storage_offset()
 
 
 def padded(flat: Tensor, parts: int) -> Tensor:

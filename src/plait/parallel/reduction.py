@@ -17,7 +17,7 @@ from torch import Tensor
 from plait.comm.group import Pending
 from plait.parallel.flat import Bucket, attach
 from plait.parallel.grads import Slot
-from plait.parallel.grouping import place_of
+from plait.parallel.grouping import first_use
 from plait.schedule.ir import Kind
 
 
@@ -130,7 +130,7 @@ class PerAction(Reduction):
         for bucket in buckets:
             for index, one in enumerate(bucket.held):
                 whole = bucket.view(bucket.grads, index) if bucket.fold.shards == 1 else None
-                coming = None if bucket.fold.shards == 1 else self._coming(bucket, place_of(one.name), one.uses)
+                coming = None if bucket.fold.shards == 1 else self._coming(bucket, first_use(one), one.uses)
                 slot = Slot(whole, one.uses, self._arrival(bucket), one.deferred, coming)
                 bucket.slots.append(slot)
                 attach(one, bucket.views[index], slot)

@@ -241,7 +241,7 @@ class State:
         for stage in sorted({stage for kept in one.held for stage in self._users(kept)}):
             names = [kept.name for kept in one.held if stage in self._users(kept)]
             # A split backward leaves to its W what is a product of an input and an output's gradient.
-            late = [name for name in names if _is_product(name, head=stage == last)]
+            late = [name for name in names if _is_product(name, head=self._job.model.tied and stage == last)]
             early = [name for name in names if not _is_product(name, head=False)]
             early = [name for name in early if name != _EMBEDDING or stage == 0]
             actions += bool(late) + bool(early) if stage in splits else 1

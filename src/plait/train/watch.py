@@ -24,6 +24,10 @@ def _in_place(_: Tensor, left: Tensor, right: Tensor) -> int:
     return 2 * left.shape[0] * left.shape[1] * right.shape[1]
 
 
+def _in_place_batch(_: Tensor, left: Tensor, right: Tensor) -> int:
+    return left.shape[0] * _in_place(_, left[0], right[0])
+
+
 def _linear(x: Tensor, weight: Tensor) -> int:
     return 2 * x.numel() * weight.shape[0]
 
@@ -42,6 +46,7 @@ def _attention_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor) -> int:
 
 _MORE: Mapping[Any, tuple[int, Callable[..., int]]] = {
     _ATEN.addmm_: (3, _in_place),
+    _ATEN.baddbmm_: (3, _in_place_batch),
     torch.ops.mkldnn._linear_pointwise: (2, _linear),
     _ATEN._scaled_dot_product_flash_attention_for_cpu: (3, _attention),
     _ATEN._scaled_dot_product_flash_attention_for_cpu_backward: (4, _attention_backward),
