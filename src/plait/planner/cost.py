@@ -53,14 +53,14 @@ class _Same:
         return isinstance(other, _Same) and self.topology is other.topology and self.table is other.table
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=1 << 6)
 def _machine(key: _Same) -> Machine:
     return Machine(key.topology, key.table)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Spent:
-    """One phase of a microbatch: seconds of the device, launches of the host, communication exposed and hidden by axis."""
+    """One phase of a microbatch: device seconds, launches of the host, communication exposed and hidden by axis."""
 
     device: float = 0.0
     launches: float = 0.0
@@ -208,7 +208,7 @@ def _ends(machine: Machine, cut: Slice, last: bool) -> tuple[Spent, Spent, Spent
     )
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=1 << 8)
 def _weights(model: ModelConfig) -> tuple[tuple[float, float], ...]:
     """(dense, expert) parameters of each layer, then of the embedding, then of the head with its norm."""
     layers = [[0.0, 0.0] for _ in range(model.num_layers)]
@@ -225,7 +225,7 @@ def _weights(model: ModelConfig) -> tuple[tuple[float, float], ...]:
     return (*((dense, experts) for dense, experts in layers), (embed, 0.0), (head, 0.0))
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=1 << 12)
 def _cut_of(model: ModelConfig, plan: Plan) -> tuple[int, ...]:
     return stage_layers(model, plan)
 
@@ -400,6 +400,15 @@ def _nested(plan: Plan, group: Group) -> tuple[Group, Group]:
     return Group(size=inner, stride=group.stride), Group(size=group.size // inner, stride=group.stride * inner)
 
 
+def _schedule_name(plan: Plan) -> str:
+    """The named schedule whose time is taken: for a searched one zero-bubble on its placement, for a file 1F1B."""
+    if plan.schedule == "auto":
+        return "zb-h1" if plan.virtual == 1 else "zb-v"
+    if plan.schedule_file is not None:
+        return "1f1b" if plan.virtual == 1 else "interleaved"
+    return plan.schedule
+
+
 def _transfer(machine: Machine, job: Job) -> float:
     """Seconds of one activation across a stage boundary, the slowest of them."""
     plan, mesh = job.plan, job.mesh
@@ -421,7 +430,7 @@ def predict(job: Job, table: Table = DEFAULT) -> Prediction:
     hop = _transfer(machine, job)
     host = machine.table.of("microbatch_host", machine.family)
     pipe = Pipeline(
-        name=plan.schedule if plan.schedule_file is None else "1f1b",
+        name=_schedule_name(plan),
         ranks=plan.pp,
         microbatches=m,
         forward=tuple(one.forward for one in paced),
@@ -510,7 +519,7 @@ def _prediction(
     )
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=1 << 10)
 def _model_flops(model: ModelConfig, seq: int) -> float:
     return flops_per_token(model, seq)
 
@@ -528,8 +537,8 @@ def timeline(job: Job, table: Table = DEFAULT) -> list[Event]:
     """The predicted events of one step: every action of the pipeline, then gradients and the optimizer, a rank each."""
     machine = _machine(_Same(job.topology, table))
     plan = job.plan
-    name = {"2bw": "1f1b", "auto": "1f1b"}.get(plan.schedule, plan.schedule)
-    if name == "interleaved" and plan.virtual == 1:
+    name = _schedule_name(plan)
+    if name == "2bw" or (name == "interleaved" and plan.virtual == 1):
         name = "1f1b"
     m = max(1, job.microbatches)
     schedule = generate(name, ranks=plan.pp, microbatches=m, virtual=plan.virtual)

@@ -64,7 +64,7 @@ class Machine:
         self.launch = self.measured.launch or table.of("launch", family)
 
     def peak(self, precision: str) -> float:
-        """FLOP/s of the data sheet; a precision the device lacks runs as the widest narrower one that it has not less."""
+        """FLOP/s of the data sheet; a precision that the device lacks runs as bf16, fp16 or fp32."""
         peaks = self.topology.device.peaks
         for name in (precision, "bf16", "fp16", "fp32"):
             if name in peaks:

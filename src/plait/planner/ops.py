@@ -22,7 +22,7 @@ class Op:
 
     kind: str
     part: str
-    """What it belongs to, for partial recomputation: ``attention core norm mlp act router experts shared head embed``."""
+    """What it belongs to (``attention core norm mlp act router experts shared head embed``), to recompute it alone."""
     m: int = 0
     n: int = 0
     k: int = 0
@@ -210,7 +210,7 @@ def _cast_kernels(cut: Slice) -> int:
     return 2 if cut.practice.fp8 in ("tensorwise", "nvfp4") else 1
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=1 << 12)
 def layer(cut: Slice, experts: bool, window: int | None) -> Work:
     """One decoder layer; ``experts``: its MLP is a mixture; ``window``: keys a query sees, None for all."""
     build = _Builder(cut)
@@ -347,14 +347,15 @@ def _unfused(build: _Builder, heads: float, qk: int, v: int) -> None:
             build.backward.append(Op(kind="batched", n=n, k=k, **shape))  # type: ignore[arg-type]
     dropout = 1 if cut.model.dropout > 0 else 0
     fused = cut.practice.fused
-    # Scale, mask, softmax in one kernel (read, write) or three; dropout reads, writes, and keeps a mask.
-    forward, backward = (2, 3) if fused else (6, 5)
+    # Scale, mask, softmax in one kernel, which reads the lower triangle alone, or in three over everything; dropout
+    # reads, writes, and keeps a mask.
+    forward, backward = (1.5, 2) if fused else (6, 5)
     build.memory(build.forward, "core", (forward + 2.5 * dropout) * scores, kernels=(1 if fused else 4) + dropout)
     build.memory(build.backward, "core", (backward + 2.5 * dropout) * scores, kernels=(1 if fused else 3) + dropout)
 
 
 def _context(build: _Builder, heads: float, kv_heads: float, qk: int, v: int) -> None:
-    """Attention across ``cp``: keys and values go round (ring), or all are gathered, or heads are changed for tokens."""
+    """Attention across ``cp``: keys and values go round, or all are gathered, or heads are changed for tokens."""
     cut = build.cut
     keys = cut.width * cut.tokens * kv_heads * (qk + v)
     if cut.context == "ulysses":
@@ -417,7 +418,7 @@ def _experts(build: _Builder, moe: MoEConfig) -> None:
         _mlp(build, "shared", moe.shared_ffn / cut.tp, cut.tokens, gated=True, bias=False)
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=1 << 10)
 def embedding(cut: Slice) -> Work:
     """Token (and position) lookup; its gradient is added row by row."""
     build = _Builder(cut)
@@ -433,7 +434,7 @@ def embedding(cut: Slice) -> Work:
     return build.work()
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=1 << 10)
 def head(cut: Slice) -> Work:
     """Last norm, the product to logits, and cross entropy over a vocabulary cut by ``tp``."""
     build = _Builder(cut)

@@ -71,10 +71,10 @@ def makespan(pipe: Pipeline) -> float:
     """Seconds from the first forward to the last backward."""
     if pipe.ranks == 1:
         return pipe.microbatches * pipe.rank_sums()[0]
-    if pipe.virtual == 1 and pipe.name in ("1f1b", "gpipe", "interleaved", "2bw", "auto"):
+    if pipe.name == "2bw":
+        return pipe.microbatches * max(pipe.rank_sums())  # windows without a flush
+    if pipe.virtual == 1 and pipe.name in ("1f1b", "gpipe", "interleaved"):
         return _one_for_one(pipe)
-    if pipe.name in ("zb-h1", "zb-h2"):
-        return _zero_bubble(pipe)
     if pipe.name == "interleaved":
         return _interleaved(pipe)
     return _simulated(pipe)
@@ -112,24 +112,18 @@ def _one_for_one(pipe: Pipeline) -> float:
     return longest
 
 
-def _zero_bubble(pipe: Pipeline) -> float:
-    """ZB-H1 and ZB-H2: (p - 1)(F + B - W) and (p - 1)(F + B - 2W) idle (Qi et al. 2023, table 2), and the slowest rank."""
-    stages = len(pipe.forward)
-    f, b, w = (sum(side) / stages for side in (pipe.forward, pipe.backward, pipe.weight))
-    idle = max(0.0, f + b - w * (1 if pipe.name == "zb-h1" else 2))
-    return pipe.microbatches * max(pipe.rank_sums()) + (pipe.ranks - 1) * (idle + 2 * pipe.transfer)
-
-
 def _interleaved(pipe: Pipeline) -> float:
     """(p - 1) chunks of idle (Narayanan et al. 2021, section 2.2.2) beside the slowest rank's work."""
     stages = len(pipe.forward)
     chunk = (sum(pipe.forward) + sum(pipe.backward) + sum(pipe.weight)) / stages
     hop = 2 * pipe.transfer
     work = max(pipe.rank_sums()) + (pipe.virtual * hop if pipe.blocking else 0.0)
-    return pipe.microbatches * work + (pipe.ranks - 1) * (chunk + hop)
+    steady = pipe.microbatches * work + (pipe.ranks - 1) * (chunk + hop)
+    # Fewer microbatches than ranks wait for their turn in every round of the ranks.
+    return max(steady, (stages + pipe.microbatches - 1) * (chunk + hop))
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=1 << 12)
 def _simulated(pipe: Pipeline) -> float:
     """Schedules without a closed form here: simulated, and continued by their period."""
     costs = [

@@ -10,6 +10,10 @@ from plait.planner.job import Practice
 from plait.planner.published_rows import Row
 
 
+_OVERLAPS_TP: Final = ("megatron_bridge_perf", "megatron_bridge_memory_ablation", "nemo_h100")
+"""Sources whose recipes run tensor parallelism through user buffers."""
+
+
 def practice_of(row: Row) -> Practice:
     """The practice of the row's source; that of Megatron-Core for a source that is not known."""
     return _OF.get(row.source, _megatron_core)(row)
@@ -72,7 +76,7 @@ def _megatron_core(row: Row) -> Practice:
         overlap_grads=bool(flags.get("overlap_grad_reduce", True)),
         overlap_weights=bool(flags.get("overlap_param_gather", True)),
         # User buffers: on in the recipes of dense models.
-        overlap_tp=row.layout["tp"] > 1 and not row.experts and row.source in ("megatron_bridge_perf", "nemo_h100"),
+        overlap_tp=row.layout["tp"] > 1 and not row.experts and row.source in _OVERLAPS_TP,
         overlap_ep=bool(flags.get("ep_overlap", False)),
         weight_bytes=2,
         grad_bytes=2 if flags.get("grad_reduce_in_fp32") is False else 4,
@@ -107,6 +111,7 @@ def _simumax(row: Row) -> Practice:
 def _zero_bubble(row: Row) -> Practice:
     """The fork of Megatron-LM, in fp16. That scores are stored, and gradients in half precision, follows from its
     published memory: flash attention would leave it at two thirds, fp32 gradients above some rows."""
+    pp = row.layout["pp"]
     return Practice(
         framework="megatron",
         attention="unfused",
@@ -118,6 +123,7 @@ def _zero_bubble(row: Row) -> Practice:
         fused=True,
         synchronous_norm=row.flags.get("optimizer_sync") == "synchronous",
         memory_kind="reserved",
+        live_limit={"zb-1p": pp, "zb-2p": 2 * pp}.get(row.layout["schedule"]),
     )
 
 

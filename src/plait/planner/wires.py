@@ -8,6 +8,7 @@ file take precedence.
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass
 from functools import lru_cache
@@ -40,7 +41,7 @@ class Level:
     lanes: int
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=1 << 12)
 def levels(machine: Machine, group: Group) -> tuple[Level, ...]:
     """The tiers that ``group`` crosses, from the innermost out."""
     found: list[Level] = []
@@ -60,7 +61,10 @@ def levels(machine: Machine, group: Group) -> tuple[Level, ...]:
 
 @lru_cache(maxsize=1 << 16)
 def collective(machine: Machine, op: str, size: float, group: Group) -> float:
-    """Seconds of ``op`` over ``group``; ``size`` is the whole tensor's bytes (all_to_all, p2p, ring: what a rank sends)."""
+    """Seconds of ``op`` over ``group``.
+
+    ``size`` is the whole tensor's bytes; for all_to_all, p2p and ring those that a rank sends.
+    """
     if group.size <= 1 or size <= 0:
         return 0.0
     crossed = levels(machine, group)
@@ -122,13 +126,18 @@ def exchange(machine: Machine, size: float, group: Group, copies: int, once: boo
 
 def _exchange(machine: Machine, size: float, group: Group, crossed: tuple[Level, ...], thinned: float = 1.0) -> float:
     """All-to-all: what stays in a domain and what leaves it go at the same time."""
-    share = machine.table.of("exchange_share", machine.family)
-    inside, slowest, latency = 1, 0.0, machine.table.of("collective_base", machine.family)
+    table, family = machine.table, machine.family
+    share = table.of("exchange_share", family)
+    far = share if thinned == 1.0 else table.of("exchange_once", family) / table.of("network_share", family)
+    inside, slowest, latency = 1, 0.0, table.of("collective_base", family)
     for level in crossed:
         reached = inside * level.count
-        part = size * (reached - inside) / group.size * (1.0 if level.tier == 0 else thinned)
-        slowest = max(slowest, part / (_bandwidth(machine, level) * share))
-        latency += _latency(machine, level, "all_to_all" if level.tier == 0 else "all_reduce")
+        inner = level.tier == 0
+        part = size * (reached - inside) / group.size * (1.0 if inner else thinned)
+        slowest = max(slowest, part / (_bandwidth(machine, level) * (share if inner else far)))
+        # Messages to all peers are under way at once.
+        step = table.of("link_step" if inner else "network_step", family)
+        latency += 2 * step * math.log2(level.count)
         inside = reached
     return latency + slowest
 
@@ -150,7 +159,7 @@ def _curve(machine: Machine, points: list[CommPoint], size: float) -> float:
     points = sorted(points, key=lambda point: point.size)
     if size <= points[0].size:
         return points[0].seconds
-    for low, high in zip(points, points[1:], strict=False):
+    for low, high in itertools.pairwise(points):
         if size <= high.size:
             share = (size - low.size) / (high.size - low.size)
             return low.seconds + share * (high.seconds - low.seconds)
