@@ -38,7 +38,7 @@ BUDGET = 0.012
 """Seconds of one measurement of compute, in one pass."""
 REPEATS = 8
 """Calls of a small collective, in one of the windows of a pass."""
-PASSES, QUICK_PASSES = 3, 1
+PASSES, QUICK_PASSES = 2, 1
 _NOT_MEASURED = 1e9
 """Stands in a share that measured its communication alone, for `joined` to replace."""
 STAGES = ("matrix products", "attention", "memory, optimizer, launches", "collectives")

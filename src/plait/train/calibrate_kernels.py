@@ -57,7 +57,7 @@ class Bench:
             now = perf_counter()
             times.append(now - last)
             last = now
-        return quantiles(times, n=4)[0]
+        return quantiles(times, n=4, method="inclusive")[0]
 
     def _on_stream(self, work: Callable[[], object]) -> float:
         torch.cuda.synchronize()

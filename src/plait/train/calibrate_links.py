@@ -99,7 +99,7 @@ def ping(world: World, pair: tuple[int, int] | None, size: int, repeats: int) ->
             torch.cuda.synchronize()
         times.append((perf_counter() - begin) / 2)
     world.wire.flush()
-    return quantiles(times[_WARM:], n=4)[0]
+    return quantiles(times[_WARM:], n=4, method="inclusive")[0]
 
 
 def matrix(world: World, repeats: int = 4) -> list[list[float]]:
