@@ -14,7 +14,7 @@ from torch import Tensor
 from plait.checkpoint.reader import Checkpoint
 from plait.comm.world import World
 from plait.core.config import dump, loads
-from plait.core.errors import RankError
+from plait.core.errors import DivergedError
 from plait.models.batch import Batch
 from plait.parallel.precision import LEAST_SCALE, LossScale
 from plait.telemetry.record import read_metrics
@@ -54,7 +54,7 @@ def train_with_nan(connect: Connect, text: str, world_size: int, bad: list[int])
     with mock.patch.object(Samples, "target_count", counting), mock.patch.object(Steps, "_batches", spoiled):
         try:
             train(setup, world, as_json=True)
-        except RankError as error:
+        except DivergedError as error:
             return str(error), seen
     return None, seen
 

@@ -19,6 +19,7 @@ from plait.comm.world import World
 from plait.core.config import dump, load, loads
 from plait.core.errors import ConfigError, WeightsError
 from plait.telemetry.record import EVAL_KEY, read_metrics
+from plait.train import rebalance
 from plait.train.data import write_tokens
 from plait.train.events_log import EVENTS, read
 from plait.train.resume import Keeper, config_of
@@ -45,7 +46,7 @@ PLANS = {
     "one": (1, ()),
     "tp4": (4, ("plan.tp=4",)),  # two ranks share each of the 2 KV heads
     "three": (3, ("plan.dp=3", "plan.zero=1")),
-    "ep-zero3": (4, ("plan.dp=4", "plan.ep=2", "plan.zero=3")),
+    "ep-zero3": (4, ("plan.dp=4", "plan.ep=2", "plan.zero=3", "moe.placement=load")),
     "tp-ep-zero2-bf16": (4, ("plan.dp=2", "plan.tp=2", "plan.ep=4", "plan.zero=2", "plan.precision=bf16")),
     "groups-cp": (4, ("plan.dp=2", "plan.cp=2", "plan.zero=1", "plan.zero_group=2")),
     "interleaved": (
@@ -68,8 +69,9 @@ def visit(connect: Connect, text: str, world_size: int, steps: int, sources: lis
         config = dataclasses.replace(setup.config, run=run, checkpoint=checkpoint)
         return Keeper(dataclasses.replace(setup, config=config), parallel, samples, taking)
 
-    for step in range(steps):
-        taking.take(step)
+    with mock.patch.object(rebalance, "EVERY", 2):  # placed by load, experts move in the second step
+        for step in range(steps):
+            taking.take(step)
     if steps:
         keeper(Path(folder) / "own", resume=False).finish(steps)
     for source in map(Path, sources):
@@ -108,6 +110,8 @@ def test_every_plan_reads_what_every_other_has_written(pool: Pool, tokens: Path,
             assert {key: scalars[key] for key in ("step", "sample", "updates", "run")} == {
                 key: before[key] for key in ("step", "sample", "updates", "run")
             }
+    moved = saved["ep-zero3"][1]["experts"]["placements"].values()
+    assert any(placed["order"] != sorted(placed["order"]) for placed in moved)
     names = set(saved["one"][0])
     assert {
         "weights/layers.1.mlp.router.bias",
@@ -134,7 +138,8 @@ def train_until(connect: Connect, text: str, world_size: int, stop: int | None) 
             os.kill(os.getpid(), signal.SIGUSR1)
         return take(steps, step)
 
-    with mock.patch.object(Steps, "take", taking):
+    # Experts move in the second step already: the checkpoint is one of moved experts.
+    with mock.patch.object(Steps, "take", taking), mock.patch.object(rebalance, "EVERY", 2):
         try:
             train(setup, world, as_json=True)
         except StoppedError as stopped:
@@ -172,6 +177,7 @@ SAME = {
     "powersgd": (2, ("plan.dp=2", "plan.compress=powersgd:2", "plan.zero=1")),
     "auto": (2, ("plan.pp=2", "plan.schedule=auto")),
     "experts": (4, (*MOE_RUN, "plan.dp=2", "plan.cp=2", "plan.ep=4", "plan.zero=2")),
+    "moved": (2, (*MOE_RUN, "plan.dp=2", "plan.ep=2", "plan.zero=1", "moe.placement=load")),
 }
 
 
@@ -190,6 +196,10 @@ def test_the_same_plan_goes_on_bit_for_bit(pool: Pool, tokens: Path, tmp_path: P
         assert torch.equal(found[key], values), key
     assert scalars["loss_scale"] == wanted["loss_scale"]
     assert scalars["sample"] == 6 * 4
+    if name == "moved":
+        assert scalars["experts"] == wanted["experts"]
+        orders = [placed["order"] for placed in scalars["experts"]["placements"].values()]
+        assert any(order != sorted(order) for order in orders)
 
 
 def newest(run: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:

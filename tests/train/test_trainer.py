@@ -19,7 +19,7 @@ import torch
 from plait.checkpoint.store import WeightFolder
 from plait.comm.world import World
 from plait.core.config import Config, dump, load
-from plait.core.errors import ConfigError, RankError
+from plait.core.errors import ConfigError, DivergedError
 from plait.models.config import parameter_shapes
 from plait.telemetry.record import EVAL_KEY, METRIC_KEYS, read_metrics
 from plait.train.data import TokenFile, write_tokens
@@ -212,7 +212,7 @@ def test_microbatches_are_the_rows_of_a_copy(tokens: Path, tmp_path: Path) -> No
 
 def test_divergence_stops_the_run(tokens: Path, tmp_path: Path) -> None:
     run = config(tokens, tmp_path / "run", "optimizer.lr=1e30", "optimizer.warmup=0", "optimizer.clip=0")
-    with pytest.raises(RankError, match=r"step 1: the loss is .*, the gradient norm nan.*lower optimizer.lr"):
+    with pytest.raises(DivergedError, match=r"step 1: the loss is .*, the gradient norm nan.*lower optimizer.lr"):
         train(prepare(run), World.alone(), as_json=True)
     rows = read_metrics(tmp_path / "run/metrics.jsonl")
     assert [row["grad_norm"] is None for row in rows] == [False, True]  # the diverged step's line is there

@@ -9,7 +9,7 @@ import math
 from typing import final
 
 from plait.core.config import Config
-from plait.core.errors import RankError
+from plait.core.errors import DivergedError
 from plait.parallel.precision import LEAST_SCALE, LossScale
 from plait.train.resume import Keeper
 from plait.train.step import Steps, Taken
@@ -38,7 +38,7 @@ class NaNPolicy:
         return step + 1
 
     def after(self, step: int, taken: Taken) -> int:
-        """The step to take after the hopeless ``step``, whose update was left out; collective. RankError: none."""
+        """The step to take after the hopeless ``step``, whose update was left out; collective. DivergedError: none."""
         loss, norm = str(taken.loss), str(taken.norm)
         if self._run.nan == "skip" and self._skips < self._run.max_skips:
             self._skips += 1
@@ -62,9 +62,9 @@ class NaNPolicy:
         raise diverged(step, taken, tried[self._run.nan])
 
 
-def diverged(step: int, taken: Taken, tried: str) -> RankError:
+def diverged(step: int, taken: Taken, tried: str) -> DivergedError:
     """What every rank raises then: all see the same numbers, so all stop."""
-    return RankError(
+    return DivergedError(
         f"step {step}: the loss is {taken.loss}, the gradient norm {taken.norm}{tried}: training has diverged. "
         "What helps: a lower optimizer.lr, a longer optimizer.warmup, optimizer.clip=1, plan.precision=fp32"
     )
