@@ -78,6 +78,8 @@ CONSTANTS: Mapping[str, Constant] = {
     "gemm_share.H100": _c(0.66, "of peak", "rate of a large product, no waves lost", "hardware.json, llm_foundry_mpt"),
     "gemm_share.B200": _c(0.46, "of peak", "rate of a large product, no waves lost", _CALIB),
     "gemm_share.MI300": _c(0.50, "of peak", "rate of a large product, no waves lost", "hardware.json"),
+    "gemm_share.MI325": _c(0.60, "of peak", "rate of a large product, no waves lost", "hardware.json"),
+    "gemm_share.MI355": _c(0.63, "of peak", "rate of a large product, no waves lost", "hardware.json"),
     "gemm_share.TPU": _c(0.85, "of peak", "rate of a large product, no waves lost", "hardware.json"),
     "low_share": _c(0.65, "of peak", "the same in fp8", "hardware.json"),
     "low_share.B200": _c(0.54, "of peak", "the same in fp8", "megatron_bridge_perf"),

@@ -354,6 +354,7 @@ def _data(machine: Machine, job: Job, stages: Sequence[Stage], paced: Sequence[P
     kept = practice.grad_bytes or 4.0
     state = practice.optimizer_bytes or (8.0 if plan.precision == "fp32" else 12.0)
     dense, experts = sum(stage.dense for stage in stages), sum(stage.experts for stage in stages)
+    layers = round(job.model.num_layers * len(stages) / plan.stage_count)
     shared = Group(size=mesh.dp * mesh.cp, stride=mesh.tp)
     copies = Group(size=mesh.expert_sizes["edp"], stride=mesh.ep * mesh.etp)
     forward = sum(stage.forward for stage in paced)
@@ -366,12 +367,14 @@ def _data(machine: Machine, job: Job, stages: Sequence[Stage], paced: Sequence[P
         if not count:
             continue
         inner, outer = _nested(plan, group)
+        # Under zero=3 every layer's weights and gradients are messages of their own.
+        calls = max(1, layers) if zero == 3 else 1
         if zero == 0:
             grads += collective(machine, "all_reduce", kept * count, group)
             continue
-        grads += collective(machine, "reduce_scatter", kept * count, inner)
-        grads += collective(machine, "all_reduce", kept * count / inner.size, outer)
-        weights += collective(machine, "all_gather", width * count, inner)
+        grads += calls * collective(machine, "reduce_scatter", kept * count / calls, inner)
+        grads += calls * collective(machine, "all_reduce", kept * count / inner.size / calls, outer)
+        weights += calls * collective(machine, "all_gather", width * count / calls, inner)
         owners = max(owners, inner.size)
     m = job.microbatches
     shares = dense / (shared.size if zero else 1) + experts / (copies.size if zero else 1)

@@ -17,10 +17,6 @@ from plait.core.topology import Topology
 from plait.planner.constants import DEFAULT, Table, family_of
 from plait.planner.ops import Op
 
-ALIGNED = 8
-"""Elements of 16 bits that tensor cores read at once."""
-LARGE = 1 << 12
-"""Sizes below (rows of an expert, counts) are padded by the kernels."""
 NEAREST = 4
 """Measured points that an interpolation takes."""
 
@@ -105,7 +101,7 @@ def _tiled(machine: Machine, op: Op) -> float:
     rate = machine.rate(op.precision)
     if not machine.gpu:
         return op.flops / rate
-    if op.kind != "batched" and any(size % ALIGNED for size in (op.m, op.n, op.k) if size >= LARGE):
+    if op.odd:
         # Rows do not start where tensor cores read whole words: other kernels run.
         rate /= machine.table.of("unaligned", machine.family)
     side, columns = machine.tiles

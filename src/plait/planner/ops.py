@@ -15,6 +15,9 @@ from plait.models.config import ModelConfig
 from plait.models.parts import MLAConfig, MoEConfig
 from plait.planner.job import Practice
 
+ALIGNED = 8
+"""Elements of 16 bits that tensor cores read at once."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Op:
@@ -32,6 +35,8 @@ class Op:
     bytes: float = 0.0
     precision: str = "bf16"
     kernels: int = 1
+    odd: bool = False
+    """Whether a row of the weight is no whole number of the words that tensor cores read."""
     framework: str = ""
     """Whose attention kernel it is."""
 
@@ -135,11 +140,13 @@ class _Builder:
         cut = self.cut
         rows, columns, inner = max(1, round(m)), max(1, round(n)), max(1, round(k))
         precision = cut.products if low else cut.plain
-        self._product(self.forward, part, rows, columns, inner, precision)
-        self._product(self.backward, part, rows, inner, columns, precision)
+        odd = columns % ALIGNED > 0 or inner % ALIGNED > 0
+        self._product(self.forward, part, rows, columns, inner, precision, odd)
+        self._product(self.backward, part, rows, inner, columns, precision, odd)
         # Weight gradients are added into fp32 (read and written) unless the practice holds them in bf16.
         kept = cut.practice.grad_bytes or 4.0
-        self._product(self.weight, part, columns, inner, rows, precision, extra=(2 * kept - 2) * columns * inner)
+        extra = (2 * kept - 2) * columns * inner
+        self._product(self.weight, part, columns, inner, rows, precision, odd, extra=extra)
         if cut.low and low:
             self.memory(self.forward, part, _cast_bytes(cut) * rows * inner, kernels=_cast_kernels(cut))
             self.memory(self.backward, part, _cast_bytes(cut) * rows * columns, kernels=_cast_kernels(cut))
@@ -147,12 +154,13 @@ class _Builder:
             self.memory(self.weight, part, cut.width * rows * columns)
 
     def _product(
-        self, phase: list[Op], part: str, m: int, n: int, k: int, precision: str, *, extra: float = 0.0
+        self, phase: list[Op], part: str, m: int, n: int, k: int, precision: str, odd: bool, *, extra: float = 0.0
     ) -> None:
         item = {"fp32": 4.0, "tf32": 4.0, "fp8": 1.0, "fp4": 0.5}.get(precision, 2.0)
         moved = item * (m * k + k * n) + self.cut.width * m * n + extra
         flops = 2.0 * m * n * k
-        phase.append(Op(kind="product", part=part, m=m, n=n, k=k, flops=flops, bytes=moved, precision=precision))
+        shape = {"m": m, "n": n, "k": k, "odd": odd, "flops": flops, "bytes": moved, "precision": precision}
+        phase.append(Op(kind="product", part=part, **shape))  # type: ignore[arg-type]
 
     def grouped(self, groups: int, m: float, n: float, k: float) -> None:
         """``groups`` products of ``m`` rows each: the experts of a rank."""
@@ -173,8 +181,8 @@ class _Builder:
         add(self.backward, item * (weights + outputs) + cut.width * inputs, rows, inner, columns)
         add(self.weight, item * (inputs + outputs) + 2 * kept * weights, columns, inner, round(rows))
         if cut.low:
-            self.memory(self.forward, "experts", _cast_bytes(cut) * inputs, kernels=_cast_kernels(cut))
-            self.memory(self.backward, "experts", _cast_bytes(cut) * outputs, kernels=_cast_kernels(cut))
+            self.memory(self.forward, "experts", _cast_bytes(cut) * inputs, kernels=groups)
+            self.memory(self.backward, "experts", _cast_bytes(cut) * outputs, kernels=groups)
 
     def memory(self, phase: list[Op], part: str, moved: float, *, kernels: int = 1) -> None:
         phase.append(Op(kind="memory", part=part, bytes=moved, kernels=kernels))

@@ -9,7 +9,6 @@ from typing import Final
 from plait.planner.job import Practice
 from plait.planner.published_rows import Row
 
-
 _OVERLAPS_TP: Final = ("megatron_bridge_perf", "megatron_bridge_memory_ablation", "nemo_h100")
 """Sources whose recipes run tensor parallelism through user buffers."""
 

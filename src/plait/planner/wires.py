@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -78,7 +79,7 @@ def collective(machine: Machine, op: str, size: float, group: Group) -> float:
     table, family = machine.table, machine.family
     share = 1.0 if op == "all_reduce" else table.of("gather_share", family)
     bandwidth = min(_bandwidth(machine, level) * level.lanes for level in crossed) * share
-    latency = sum(_latency(machine, level, op) for level in crossed)
+    latency = _latency(machine, crossed, op, group.size)
     factor = _FACTORS[op] * (group.size - 1) / group.size
     return float(table.of("collective_base", family) + latency + factor * size / bandwidth)
 
@@ -90,14 +91,14 @@ def _bandwidth(machine: Machine, level: Level) -> float:
     return tier.bandwidth * machine.table.of(name, machine.family)
 
 
-def _latency(machine: Machine, level: Level, op: str) -> float:
-    if level.tier == 0:
-        step = machine.table.of("link_step", machine.family)
-        return step * (level.count - 1)
-    step = machine.table.of("network_step", machine.family)
-    # NCCL goes to trees for all-reduce over many nodes; gathers stay rings.
-    steps = 2 * math.log2(level.count) if op == "all_reduce" else level.count - 1
-    return step * steps
+def _latency(machine: Machine, crossed: Sequence[Level], op: str, ranks: int) -> float:
+    """Seconds of a ring's steps; all-reduces over several nodes go by trees between them (NCCL's choice)."""
+    link = machine.table.of("link_step", machine.family)
+    network = machine.table.of("network_step", machine.family)
+    nodes = math.prod(level.count for level in crossed if level.tier > 0)
+    if op == "all_reduce":
+        return link * (ranks // nodes - 1) + 2 * network * math.log2(nodes)
+    return link * (ranks - nodes) + network * (nodes - 1)
 
 
 def _message(machine: Machine, size: float, crossed: tuple[Level, ...]) -> float:
