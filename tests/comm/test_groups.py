@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import subprocess
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -485,3 +486,29 @@ def test_ranks_that_found_different_devices_are_told(tmp_path: Path) -> None:
     store.set("device/1", "cuda")
     with pytest.raises(ConfigError, match=r"different devices: \{'cpu': \[0\], 'cuda': \[1\]\}"):
         World.connect(Mesh(tp=2), device=torch.device("cpu"), store=store, rank=0)
+
+
+def leave_early(connect: Connect, operation: str) -> tuple[str, float]:
+    """Rank 1 is taken for dead by rank 0, which waits for it: the pid it gave is that of a process that has ended."""
+    world = connect(Mesh(pp=2), timeout=30.0)
+    group = world.group("pp")
+    group.barrier()
+    if world.rank == 1:
+        return "", 0.0
+    child = subprocess.Popen(["true"])
+    child.wait()
+    world.book.pids[1] = child.pid
+    begin = time.monotonic()
+    pending = world.wire.recv(torch.empty(2), 1) if operation == "recv" else group.all_reduce(torch.ones(2))
+    try:
+        pending.wait()
+    except RankError as error:
+        return str(error), time.monotonic() - begin
+    return "", 0.0
+
+
+@pytest.mark.parametrize("operation", ["recv", "all_reduce"])
+def test_nobody_waits_for_a_rank_that_has_died(pool: Pool, operation: str) -> None:
+    (error, seconds), _ = pool.run(2, leave_early, operation)
+    assert error.endswith("rank 1 has died")
+    assert seconds < 5

@@ -49,6 +49,8 @@ class Book:
     """The last operations, for who asks why this rank stands still."""
     progress: list[Callable[[], None]] = field(default_factory=list)
     """Called while waiting: what can be sent or finished meanwhile is, so that waiting ranks never block each other."""
+    pids: dict[int, int] = field(default_factory=dict)
+    """Processes of the ranks, where all are on this host: who waits for one that has died need not wait on."""
     _doing: str = field(default="", init=False)
 
     @property

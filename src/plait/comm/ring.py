@@ -11,7 +11,7 @@ import os
 import platform
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import final
 
 import torch
@@ -42,16 +42,28 @@ def host_identity() -> str:
         return f"{file.read().strip()} {os.readlink('/proc/self/ns/pid')}"
 
 
-def wait_until(ready: Callable[[], bool], book: Book, cause: Callable[[], str]) -> None:
-    """Spin, then yield, then sleep until ``ready()``; `RankError` naming ``cause()`` after the book's time-out."""
+def wait_until(
+    ready: Callable[[], bool], book: Book, cause: Callable[[], str], late: Callable[[], Sequence[int]] = tuple
+) -> None:
+    """Spin, then yield, then sleep until ``ready()``; `RankError` naming ``cause()`` after the book's time-out.
+
+    ``late`` gives the ranks that are waited for: when one of them has died, it is said at once.
+    """
     for _ in range(_SPINS):
         if ready():
             return
-    begin = time.monotonic()
+    begin = asked = time.monotonic()
     while not ready():
         for move_on in book.progress:
             move_on()
-        waited = time.monotonic() - begin
+        now = time.monotonic()
+        waited = now - begin
+        if now - asked > _ALIVE_SECONDS:
+            asked = now
+            # It may have sent all that it had to, and left: only then is this wait over.
+            dead = [rank for rank in late() if rank in book.pids and not _alive(book.pids[rank])]
+            if dead and not ready() and set(dead) & set(late()):
+                raise RankError(f"{cause()}: rank {dead[0]} has died")
         if waited > book.timeout:
             raise RankError(f"{cause()}, for {book.timeout:g} s")
         if waited < 0.002:
@@ -61,6 +73,18 @@ def wait_until(ready: Callable[[], bool], book: Book, cause: Callable[[], str]) 
 
 
 _SPINS = 200
+_ALIVE_SECONDS = 0.2
+
+
+def _alive(pid: int) -> bool:
+    """Whether there is such a process on this host."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True
 
 
 @final

@@ -67,7 +67,9 @@ class SharedMemoryGroup(Group):
         if not reserved():
             flight = self.book.flight
             flight.waiting(flight.last)
-            wait_until(reserved, self.book, lambda: self._cause(name, operation - 1, consumed=True))
+            before = operation - 1
+            cause = partial(self._cause, name, before, consumed=True)
+            wait_until(reserved, self.book, cause, partial(self._late, before, consumed=True))
             flight.moving(flight.last)
         assert offset is not None
         write(self._mine.data[offset : offset + nbytes])
@@ -86,12 +88,15 @@ class SharedMemoryGroup(Group):
     def _arrived(self, operation: int) -> bool:
         return all(ring.published >= operation for ring in self._others)
 
-    def _cause(self, name: str, operation: int, *, consumed: bool = False) -> str:
-        late = [
+    def _late(self, operation: int, *, consumed: bool = False) -> list[int]:
+        return [
             rank
             for rank, ring in zip(self.ranks, self._rings, strict=True)
             if rank != self.book.rank and (ring.consumed if consumed else ring.published) < operation
         ]
+
+    def _cause(self, name: str, operation: int, *, consumed: bool = False) -> str:
+        late = self._late(operation, consumed=consumed)
         doing = f" in {self.book.doing}" if self.book.doing else ""
         waiting = f"rank {self.book.rank} waits for {name} over {self.axis}{doing}"
         return f"{waiting}; missing: ranks {late} of {list(self.ranks)}"
@@ -110,7 +115,8 @@ class SharedMemoryGroup(Group):
     def _finisher(self, name: str, operation: int, result: Tensor) -> Callable[[], Tensor]:
         def finish() -> Tensor:
             # Operations end in the order they began: consumed counters say "everything up to here".
-            wait_until(lambda: self._ended(operation), self.book, partial(self._cause, name, operation))
+            cause, late = partial(self._cause, name, operation), partial(self._late, operation)
+            wait_until(lambda: self._ended(operation), self.book, cause, late)
             return result
 
         return finish

@@ -53,7 +53,7 @@ class SharedMemoryWire:
         cause = f"rank {self._book.rank} waits for {self._book.doing}, from rank {source}"
 
         def finish() -> Tensor:
-            wait_until(lambda: channel.deliver(message), self._book, lambda: cause)
+            wait_until(lambda: channel.deliver(message), self._book, lambda: cause, lambda: [source])
             return out
 
         return Pending(finish, self._book, "recv pp", record=record)

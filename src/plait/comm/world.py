@@ -197,8 +197,12 @@ class World:
             return False
         usable = self.device.type == "cpu" and transport == "auto" and ring.available()
         self._store.set(f"host/{self.rank}", ring.host_identity() if usable else f"apart {self.rank}")
+        self._store.set(f"pid/{self.rank}", str(os.getpid()))
         names = {self._get(f"host/{rank}", rank) for rank in range(self.mesh.world_size)}
-        return len(names) == 1
+        if len(names) > 1:
+            return False
+        self.book.pids.update({rank: int(self._get(f"pid/{rank}", rank)) for rank in range(self.mesh.world_size)})
+        return True
 
     def _get(self, key: str, rank: int) -> str:
         assert self._store is not None

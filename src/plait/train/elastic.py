@@ -77,7 +77,7 @@ def fit(config: Config, ranks: int) -> tuple[Config, int]:
                 check(plan, shape, world_size=size, global_batch=train.global_batch, seq=config.data.seq)
             except PlanError:
                 continue
-            return dataclasses.replace(config, plan=plan), size
+            return dataclasses.replace(config, plan=plan.resolve(size)), size
     if not given:
         free = dataclasses.replace(config.plan, dp=None, stages=None)
         for size in range(ranks, 0, -1):
@@ -85,7 +85,7 @@ def fit(config: Config, ranks: int) -> tuple[Config, int]:
             facts = Facts(plan=free, shape=shape, world_size=size, global_batch=batch, seq=seq)
             found = _nearest(facts)
             if found is not None:
-                return dataclasses.replace(config, plan=found), size
+                return dataclasses.replace(config, plan=found.resolve(size)), size
     tried = f"none of run.fallback_plans = {list(config.run.fallback_plans)}" if given else "no plan"
     raise PlanError(
         f"{ranks} ranks are left, and {tried} works on so many or fewer; plan {str(config.plan)!r} needs more"

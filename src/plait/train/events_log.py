@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -29,7 +30,10 @@ class LoggedEvent:
 
 
 class EventLog:
-    """Appends to the log at ``path``, which the first write makes. OSError when it cannot be written."""
+    """Appends to the log at ``path``, which the first write makes.
+
+    A full disk ends no run for the sake of its log: what cannot be written is said on standard error instead.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -38,7 +42,13 @@ class EventLog:
         """Append one event, with the time. ``fields`` are JSON values; neither ``time`` nor ``kind`` is among them."""
         if {"time", "kind"} & set(fields):
             raise ValueError(f"event {kind}: time and kind are the log's own fields")
-        line = json.dumps({"time": time.time(), "kind": kind, **fields}).encode("utf-8") + b"\n"
+        text = json.dumps({"time": time.time(), "kind": kind, **fields})
+        try:
+            self._append(text.encode("utf-8") + b"\n")
+        except OSError as error:
+            print(f"plait: warning: {self.path} cannot be written: {error.strerror}: {text}", file=sys.stderr)
+
+    def _append(self, line: bytes) -> None:
         file = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
         try:
             size = os.fstat(file).st_size

@@ -88,9 +88,8 @@ class _Supervisor:
             config, size = fit(self._config, len(self._places))
             fields = {"plan": str(config.plan), "ranks": size, "places": list(self._places)}
             self._log.write("plan", fields)
-            _say(
-                f"{len(self._places)} of {self._slots.total} places are left: goes on with {size} ranks, {config.plan}"
-            )
+            left = f"{len(self._places)} of {self._slots.total} places"
+            _say(f"{left} are left: the run goes on with {size} ranks, plan {str(config.plan)!r}")
         if again:
             config = dataclasses.replace(config, run=dataclasses.replace(config.run, resume=True))
         return config, size
@@ -120,8 +119,7 @@ class _Supervisor:
         fields = {"rank": failed.rank, "cause": failed.cause, "message": str(failed).splitlines()[0]}
         self._log.write("failure", {**fields, **where, "diagnosis": failed.diagnosis})
         if failed.diagnosis or failed.cause == "hang":
-            for held in failed.flights:
-                write_dump(self._folder / FLIGHT, held)
+            self._dump(failed)
         if not failed.cause or failed.exit_code in _FINAL:
             raise failed
         newest = self._last_commit()
@@ -141,6 +139,14 @@ class _Supervisor:
         self._restarts += 1
         if self._restarts > self._config.run.max_restarts:
             raise failed
+
+    def _dump(self, failed: WorkerFailed) -> None:
+        """Leave the ranks' last operations in the run's folder."""
+        try:
+            for held in failed.flights:
+                write_dump(self._folder / FLIGHT, held)
+        except OSError as error:
+            _say(f"{self._folder / FLIGHT} cannot be written: {error.strerror}")
 
     def _set_aside(self, entry: Entry) -> bool:
         """Count an attempt that ended while it loaded; whether the checkpoint was set aside for it."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median
@@ -25,8 +24,9 @@ STOPPING = (signal.SIGTERM, signal.SIGUSR1)
 """Signals that ask a run to save and end: a preemption notice, and what Slurm's ``--signal=USR1@60`` sends."""
 SLOW = 1.5
 """A rank is a straggler when its own compute time is this many times that of its like."""
-WINDOW = 5
-"""Steps over which a rank's compute time is judged (their median): one slow step makes no straggler."""
+WINDOW_STEPS, WINDOW_SECONDS = 10, 10.0
+"""A window is at least so many steps, and at least so many seconds of computing; a rank that is slow in two windows in
+a row is named. Steps of milliseconds swing by more than `SLOW` for no reason that would last."""
 
 
 class StoppedError(PlaitError):
@@ -93,16 +93,24 @@ class Stragglers:
 
     Waiting is no part of a compute time: in a step that all ranks share, everybody is as slow as the slowest, and only
     their own time tells who that is. ``peers`` are groups of ranks that have the same work (same pipeline stage); each
-    is held against the median of the others in its group. A rank without its like is held against its own first steps,
+    is held against the median of the others in its group. A rank without its like is held against its own first window,
     relative to what became of the others since. ``slow`` is the ratio from which on a rank is named.
     """
 
-    def __init__(self, peers: Sequence[Sequence[int]], *, slow: float = SLOW, log: EventLog | None = None) -> None:
+    def __init__(
+        self,
+        peers: Sequence[Sequence[int]],
+        *,
+        slow: float = SLOW,
+        seconds: float = WINDOW_SECONDS,
+        log: EventLog | None = None,
+    ) -> None:
         self._peers = {rank: [other for other in group if other != rank] for group in peers for rank in group}
-        self._slow = slow
-        self._log = log
-        self._recent: deque[Sequence[float]] = deque(maxlen=WINDOW)
+        self._slow, self._seconds, self._log = slow, seconds, log
+        self._window: list[Sequence[float]] = []
+        self._spent = 0.0
         self._first: list[float] | None = None
+        self._before: set[int] = set()
         self._named: set[int] = set()
 
     def observe(self, step: int, computes: Sequence[float]) -> str | None:
@@ -110,25 +118,27 @@ class Stragglers:
 
         It says so once: again only for a rank that was back to normal meanwhile. The event goes to the log.
         """
-        self._recent.append(tuple(computes))
-        if len(self._recent) < WINDOW:
+        self._window.append(tuple(computes))
+        self._spent += max(computes, default=0.0)
+        if len(self._window) < WINDOW_STEPS or self._spent < self._seconds:
             return None
-        now = [median(values) for values in zip(*self._recent, strict=True)]
+        now = [median(values) for values in zip(*self._window, strict=True)]
+        self._window, self._spent = [], 0.0
         if self._first is None:
             self._first = now
         ratios = self._ratios(now, self._first)
-        slow = {rank: ratio for rank, ratio in ratios.items() if ratio >= self._slow}
-        fresh = slow.keys() - self._named
-        self._named = set(slow)
+        slow = {rank for rank, ratio in ratios.items() if ratio >= self._slow}
+        lasting, self._before = slow & self._before, slow
+        fresh = lasting - self._named
+        self._named = self._named & slow | lasting
         if not fresh:
             return None
-        worst = max(fresh, key=slow.__getitem__)
-        spent = f"{now[worst]:.3g} s of its own computing a step"
-        text = f"step {step}: rank {worst} is slow: {spent}, {slow[worst]:.1f} times what its like takes"
+        worst = max(fresh, key=ratios.__getitem__)
         if self._log is not None:
-            fields = {"step": step, "rank": worst, "seconds": now[worst], "ratio": slow[worst], "computes": list(now)}
+            fields = {"step": step, "rank": worst, "seconds": now[worst], "ratio": ratios[worst], "computes": now}
             self._log.write("straggler", fields)
-        return text
+        spent = f"{now[worst]:.3g} s of its own computing a step"
+        return f"step {step}: rank {worst} is slow: {spent}, {ratios[worst]:.1f} times what its like takes"
 
     def _ratios(self, now: Sequence[float], first: Sequence[float]) -> Mapping[int, float]:
         """How many times the time of its like each rank takes."""
