@@ -99,8 +99,13 @@ class Keeper:
 
     def save(self, step: int) -> None:
         """Save the state after ``step`` steps, unless that is what was saved or loaded last."""
-        if step == self._saved:
-            return
+        if step != self._saved:
+            self._saver.save(self.snapshot(step))
+            self._saved = step
+        self._hear(self._saver.poll())
+
+    def snapshot(self, step: int) -> Snapshot:
+        """The state after ``step`` steps; its tensors are the live ones."""
         world, plan = self._world, self._setup.plan
         pieces = pieces_of(stretches(self._parallel, self._steps.optimizer), world.at)
         for name, value in own_state(self._parallel).items():
@@ -116,9 +121,7 @@ class Keeper:
             "config": dump(self._setup.config),
             **self._steps.scalars(),
         }
-        self._saver.save(Snapshot(step=step, pieces=pieces, scalars=scalars))
-        self._saved = step
-        self._hear(self._saver.poll())
+        return Snapshot(step=step, pieces=pieces, scalars=scalars)
 
     def save_if_due(self, step: int) -> None:
         """`save` every ``checkpoint.every`` steps."""
@@ -128,10 +131,13 @@ class Keeper:
         else:
             self._hear(self._saver.poll())
 
-    def finish(self, step: int) -> None:
-        """Save, and wait until everything is on the disk."""
+    def finish(self, step: int) -> bool:
+        """Save, and wait; whether the state after ``step`` steps is on the disk."""
+        # What is under way ends first: ranks hear of a failure at unlike times, and have to try again together.
+        self._hear(self._saver.drain())
         self.save(step)
         self._hear(self._saver.drain())
+        return self._saved == step
 
     def warnings(self) -> list[str]:
         """What went wrong with saves since the last call, in words: the run goes on, and the next save is tried."""
