@@ -38,7 +38,7 @@ def state(step: int) -> dict[str, torch.Tensor]:
         "weights/bias": torch.randn(3, generator=draw).half(),  # held by two
         "router/share": torch.arange(6) + step,
         "router/on": torch.tensor([True, False]),
-        "step": torch.tensor(float(step)),  # a scalar, held by all
+        "optimizer/step": torch.tensor(float(step)),  # a scalar, held by all
         "weights/none": torch.zeros(0, 4),
         "weights/few": torch.randn(2, 3, generator=draw),  # fewer rows than ranks
     }

@@ -9,7 +9,6 @@ from typing import Any
 
 from plait.checkpoint import steps
 from plait.checkpoint.manifest import DTYPES, MANIFEST, Manifest
-from plait.checkpoint.reader import Checkpoint
 from plait.checkpoint.reshard import volume
 from plait.core.errors import ConfigError, WeightsError
 from plait.core.shard import full
@@ -157,6 +156,8 @@ def _groups(manifest: Manifest) -> tuple[Group, ...]:
 
 def verify(where: Path) -> list[Verified]:
     """Read every byte of every checkpoint that ``where`` means, and hold it against its manifest."""
+    from plait.checkpoint.reader import Checkpoint  # it needs torch, and the other commands do not
+
     found: list[Verified] = []
     for path in paths(where):
         try:

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
+from stat import S_ISREG
 
 BLOCK = 4 << 20
 """Bytes that one CRC-32 covers."""
@@ -157,6 +158,22 @@ def read_into(descriptor: int, out: memoryview, offset: int) -> None:
         if not count:
             raise OSError(f"the file ends at byte {offset}, {len(out)} bytes too early")
         out, offset = out[count:], offset + count
+
+
+def read_plain(path: Path, limit: int) -> bytes:
+    """All of ``path``; OSError where it is no plain file, or longer than ``limit`` bytes, of which none is read."""
+    descriptor = open_plain(path)
+    try:
+        found = os.fstat(descriptor)
+        if not S_ISREG(found.st_mode):
+            raise OSError(f"{path} is no file")
+        if found.st_size > limit:
+            raise OSError(f"{path} is longer than {limit} bytes")
+        content = bytearray(found.st_size)
+        read_into(descriptor, memoryview(content), 0)
+        return bytes(content)
+    finally:
+        os.close(descriptor)
 
 
 def first_damage(path: Path, size: int, sums: str) -> str | None:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from plait.checkpoint.disk import BLOCK, SUM
+from plait.checkpoint.disk import BLOCK, SUM, read_plain
 from plait.checkpoint.reshard import cover, volume
 from plait.core.errors import WeightsError
 from plait.core.shard import Box, full
@@ -135,21 +135,18 @@ def load(folder: Path) -> Manifest:
     """The manifest of ``folder``, checked. WeightsError naming the file for anything missing or untrue."""
     path = folder / MANIFEST
     try:
-        with path.open("rb") as file:
-            text = file.read(LIMIT + 1)
+        text = read_plain(path, LIMIT)
     except FileNotFoundError:
         raise WeightsError(
             f"{folder} holds no {MANIFEST}: nothing was stored, or a write that was not finished"
         ) from None
     except OSError as error:
-        raise WeightsError(f"{path} cannot be read: {error.strerror}") from error
+        raise WeightsError(f"{path} cannot be read: {error.strerror or error}") from error
     return decode(text, str(path))
 
 
 def decode(text: bytes, where: str) -> Manifest:
     """`encode`'s inverse; ``where`` names the text in the WeightsError that refuses it."""
-    if len(text) > LIMIT:
-        raise WeightsError(f"{where} is longer than {LIMIT} bytes")
     try:
         document = json.loads(text, object_pairs_hook=_once, parse_constant=_refuse)
     except (ValueError, RecursionError) as error:
