@@ -118,6 +118,8 @@ def _tiled(machine: Machine, op: Op) -> float:
 
 def _attention(machine: Machine, op: Op) -> float:
     points = machine.measured.attention
+    if len({point.precision for point in points}) > 1:
+        points = tuple(point for point in points if point.precision == op.precision)
     if points:
         forward = op.kind == "attention_f"
         # FLOPs of a measured point: two products over half of the keys, two and a half times that in backward.
@@ -131,11 +133,9 @@ def _attention(machine: Machine, op: Op) -> float:
             * (1 if forward else 5 / 2)
             / (p.forward if forward else p.backward)
             for p in points
-            if p.precision == op.precision or len({q.precision for q in points}) == 1
         ]
-        if rates:
-            keys = [(float(p.seq), float(p.head_dim), float(p.batch * p.heads)) for p in points]
-            return op.flops / _nearest(keys, rates, (float(op.m), float(op.k), float(op.n)))
+        keys = [(float(p.seq), float(p.head_dim), float(p.batch * p.heads)) for p in points]
+        return op.flops / _nearest(keys, rates, (float(op.m), float(op.k), float(op.n)))
     dim = op.k / (op.k + machine.flash_dim)
     full = 128 / (128 + machine.flash_dim)
     rows = op.m / (op.m + machine.flash_rows)
