@@ -13,8 +13,8 @@ RESERVED: Final = Constant(
     source="published/formulas.json, fragmentation: 8 to 10%",
 )
 CONTEXT: Final = Constant(
-    value=1.0 * 1024**3,
+    value=3.25 * 1024**3,
     unit="bytes",
-    meaning="a process's context on a GPU, its libraries and NCCL's channels",
-    source="ml-engineering: 0.5 to 1 GB of context, and NCCL",
+    meaning="what a device holds beyond the tensors: context, libraries, NCCL's buffers, pieces of the allocator",
+    source="sailor_gh200 and internevo, the two sources that read the whole device's memory",
 )

@@ -76,7 +76,7 @@ def _lists(name: str, ranks: int, microbatches: int, virtual: int) -> Lists:
 
 @lru_cache(maxsize=32)
 def _file(plan: Plan, microbatches: int) -> Lists:
-    """Schedules that are searched or read; of steps that overlap (2bw) the list that flushes, one more being live."""
+    """Schedules that are searched or read; for steps that overlap (2bw) the list that flushes: as many are live."""
     return lists_of(build_schedule(plan, microbatches))
 
 
@@ -88,6 +88,12 @@ def _one_for_one(ranks: int, microbatches: int, rank: int) -> Live:
         Moment(kind="B", stage=rank, microbatch=0, live=(live,), waiting=(0,)),
     )
     return Live(stages=(rank,), moments=moments, split=False)
+
+
+def filled(live: int, rank: int) -> Live:
+    """A schedule of one stage a rank that was searched within a limit, and fills it on every rank (ZB-1p, ZB-2p)."""
+    moment = Moment(kind="B", stage=rank, microbatch=0, live=(live,), waiting=(0,))
+    return Live(stages=(rank,), moments=(moment,), split=False)
 
 
 def _walk(lists: Lists, rank: int) -> Live:

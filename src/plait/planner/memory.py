@@ -14,11 +14,11 @@ from functools import lru_cache
 from plait.core.plan import Plan
 from plait.models.config import ModelConfig
 from plait.parallel.layout import stage_bounds, stage_layers
-from plait.planner.activations import cpu_of, local_of
 from plait.planner.job import Job
-from plait.planner.live import Live, Moment, live_of
+from plait.planner.live import Live, Moment, filled, live_of
 from plait.planner.parameters import elements, parts_of, stage_parts, state_bytes
 from plait.planner.passing import optimizer_work, passing, reserve, standing
+from plait.planner.saved import cpu_of, local_of
 from plait.planner.stage_memory import StageMemory, stage_memory
 
 
@@ -71,7 +71,9 @@ def memory(job: Job) -> MemoryReport:
 def rank_memory(job: Job, pp: int) -> RankMemory:
     """What pipeline rank ``pp`` of ``job`` holds at its fullest."""
     bounds = stage_bounds(_layers(job.model, job.plan))
-    return _rank(job, pp, live_of(job.plan, job.microbatches, pp), bounds)
+    limit = job.practice.live_limit
+    live = live_of(job.plan, job.microbatches, pp) if limit is None else filled(min(limit, job.microbatches), pp)
+    return _rank(job, pp, live, bounds)
 
 
 @lru_cache(maxsize=1024)

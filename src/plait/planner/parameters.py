@@ -1,7 +1,7 @@
 """Parameters of a model by part, as many as the fullest rank of a plan holds; and bytes of the state that they have.
 
-Counts are of `ShardSpec`s, for one layer of each kind: the layers of a kind are alike. `plait.planner.state` has the same
-by place on the mesh, to the byte; what is here is for thousands of plans a second.
+Counts are of `ShardSpec`s, for one layer of each kind: the layers of a kind are alike. `plait.planner.state` has the
+same by place on the mesh, to the byte; what is here is for thousands of plans a second.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from types import MappingProxyType
 from plait.core.plan import Plan
 from plait.models.config import ModelConfig, parameter_shapes
 from plait.parallel.rules import sizes_of, spec_of
+from plait.planner.habits import habits_of
 from plait.planner.job import Job
 from plait.planner.state import state_ranks
 
@@ -41,8 +42,8 @@ class Part:
 
 @lru_cache(maxsize=1024)
 def parts_of(model: ModelConfig, plan: Plan) -> Mapping[str, Part]:
-    """``embed``, ``tail`` (last norm, untied head), ``tied`` (what a last stage holds of a tied embedding), ``dense`` and
-    ``moe`` (one layer of each kind), for ``plan`` with its dp set."""
+    """``embed``, ``tail`` (last norm, untied head), ``tied`` (what a last stage holds of a tied embedding), ``dense``
+    and ``moe`` (one layer of each kind), for ``plan`` with its dp set."""
     assert plan.dp is not None
     mesh = plan.mesh(plan.tp * plan.pp * plan.cp * plan.dp)
     at = mesh.coordinate(0)
@@ -103,9 +104,12 @@ class Widths:
 
 @lru_cache(maxsize=4096)
 def widths_of(
-    plan: Plan, weight: float | None, gradient: float | None, optimizer: float | None
+    plan: Plan, weight: float | None, gradient: float | None, optimizer: float | None, fsdp: bool
 ) -> tuple[Widths, Widths, Widths]:
-    """For dense tensors, experts and routers; the three given are those of a `Practice`, None: as plait holds them."""
+    """For dense tensors, experts and routers; the three given are those of a `Practice`, None: as plait holds them.
+
+    ``fsdp``: fp32 weights are shared at level 2 as well (what stays whole is a copy in half precision).
+    """
     assert plan.dp is not None
     mesh = plan.mesh(plan.tp * plan.pp * plan.cp * plan.dp)
     versions = 2 if plan.schedule == "2bw" else 1
@@ -118,7 +122,7 @@ def widths_of(
         state = (12.0 if apart else 8.0) if optimizer is None else optimizer
         found.append(
             Widths(
-                weights=held / (shards if plan.zero == 3 else 1),
+                weights=held / (shards if plan.zero == 3 or (fsdp and plan.zero == 2) else 1),
                 gradients=(4.0 if gradient is None else gradient) / (shards if plan.zero >= 2 else 1),
                 optimizer=state / shards,
             )
@@ -129,7 +133,8 @@ def widths_of(
 def job_widths(job: Job) -> tuple[Widths, Widths, Widths]:
     """`widths_of` a job."""
     practice = job.practice
-    return widths_of(job.plan, practice.weight_bytes, practice.grad_bytes, practice.optimizer_bytes)
+    fsdp = habits_of(practice).fsdp
+    return widths_of(job.plan, practice.weight_bytes, practice.grad_bytes, practice.optimizer_bytes, fsdp)
 
 
 def elements(parts: Mapping[str, Part], held: Mapping[str, int]) -> Part:

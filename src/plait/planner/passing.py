@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Callable, Mapping, Sequence
 
-from plait.planner.activations import is_plait
 from plait.planner.constants_memory import CONTEXT, RESERVED
+from plait.planner.habits import habits_of
 from plait.planner.job import Job
 from plait.planner.parameters import Part, job_widths
+from plait.planner.saved import is_plait
+from plait.planner.state import state_ranks
 
 
 def passing(job: Job, parts: Mapping[str, Part], held: Sequence[Mapping[str, int]]) -> tuple[float, float]:
@@ -18,23 +21,30 @@ def passing(job: Job, parts: Mapping[str, Part], held: Sequence[Mapping[str, int
     plan = job.plan
     if plan.zero < 2:
         return 0.0, 0.0
-    weights = gradients = together = 0.0
-    for stage in held:
-        units = [
-            parts[part]
-            for part in ("embed", "dense", "moe", "tail")
-            for _ in range(min(2, stage.get(part, 0)))
-            if part in parts
-        ]
-        pairs = list(zip(units, units[1:], strict=False)) or [(unit, Part()) for unit in units]
-        weights = max([weights, *(_whole(job, one) + _whole(job, other) for one, other in pairs)])
-        gradients = max([gradients, *(_grads(job, one) + _grads(job, other) for one, other in pairs)])
-        together = max(together, sum(_grads(job, parts[part]) * n for part, n in stage.items() if part in parts))
+    weights = max(_coming([_whole(job, unit) for unit in units]) for units in map(_units(parts), held))
+    gradients = max(_coming([_grads(job, unit) for unit in units]) for units in map(_units(parts), held))
+    every = [(parts[part], count) for stage in held for part, count in stage.items() if part in parts]
+    all_weights = sum(_whole(job, part) * count for part, count in every)
+    if plan.zero == 2 and habits_of(job.practice).fsdp:
+        # FSDP without resharding: half-precision weights and fp32 gradients of all layers, whole until the step ends.
+        return all_weights, all_weights + sum(_grads(job, part) * count for part, count in every)
     if plan.zero == 2:
-        return 0.0, max(gradients, min(2 * plan.bucket_mb * 2**20, together))
+        stages = [sum(_grads(job, parts[part]) * n for part, n in stage.items() if part in parts) for stage in held]
+        return 0.0, max(gradients, min(2 * plan.bucket_mb * 2**20, max(stages)))
     if plan.gather == "step":
-        weights = sum(_whole(job, parts[part]) * n for stage in held for part, n in stage.items() if part in parts)
+        weights = all_weights
     return weights, weights + gradients
+
+
+def _units(parts: Mapping[str, Part]) -> Callable[[Mapping[str, int]], list[Part]]:
+    """From what a stage holds to its units in forward order; of layers that are alike no more than two."""
+    order = ("embed", "dense", "moe", "tail")
+    return lambda stage: [parts[name] for name in order if name in parts for _ in range(min(2, stage.get(name, 0)))]
+
+
+def _coming(sizes: Sequence[float]) -> float:
+    """The most of two neighbours."""
+    return max((sum(pair) for pair in itertools.pairwise(sizes)), default=sum(sizes))
 
 
 def _whole(job: Job, part: Part) -> float:
@@ -60,29 +70,37 @@ def _shared(job: Job) -> tuple[int, int, int]:
 
 def standing(job: Job, parts: Mapping[str, Part], held: Mapping[str, int]) -> float:
     """Bytes of buffers that a framework keeps throughout a step."""
-    if is_plait(job.practice) or job.practice.framework != "megatron" or job.practice.attention != "flash":
+    practice = job.practice
+    if is_plait(practice):
         return 0.0
-    # Transformer Engine keeps an unused weight gradient of every shape (its gradients are fused into the buffers);
-    # experts of a layer have one shape.
-    moe = job.model.moe
-    total = 0.0
+    habits, total = habits_of(practice), 0.0
+    if habits.half_gradients:
+        total += habits.half_gradients * sum(parts[part].all * count for part, count in held.items() if part in parts)
+    if not habits.dummies or practice.attention != "flash":
+        return total
+    # Experts of a layer have one shape.
+    moe, largest = job.model.moe, 0.0
     for name in ("dense", "moe"):
         if held.get(name) and name in parts:
             part = parts[name]
             experts = max(1, moe.num_experts // job.plan.ep) if moe is not None else 1
-            total = max(total, 2.0 * (part.dense - part.vectors + part.expert / experts))
-    return total
+            largest = max(largest, 2.0 * (part.dense - part.vectors + part.expert / experts))
+    return total + largest
 
 
 def optimizer_work(job: Job, held: Part) -> float:
     """Bytes that the update works with beside the state."""
-    return 0.0
+    if is_plait(job.practice):
+        return 0.0
+    update = habits_of(job.practice).update
+    mesh = job.mesh
+    dense, expert = (state_ranks(job.plan, mesh, expert=expert) for expert in (False, True))
+    return update * ((held.dense + held.router) / dense + held.expert / expert)
 
 
 def reserve(job: Job, peak: float, moving: float) -> float:
     """Bytes that the allocator and the device hold when ``peak`` are in use, ``moving`` of them come and go."""
     kind = job.practice.memory_kind
-    if kind == "allocated":
-        return 0.0
-    extra = moving * RESERVED.value
-    return extra + (CONTEXT.value if kind == "device" else 0.0)
+    if kind == "device":
+        return CONTEXT.value
+    return moving * RESERVED.value if kind == "reserved" else 0.0

@@ -19,7 +19,7 @@ from plait.planner.job import Job
 from plait.planner.published_practice import practice_of
 from plait.planner.published_rows import Row, rows
 
-__all__ = ["Row", "job_of", "notes", "rows"]
+__all__ = ["Row", "job_of", "memory_rank", "notes", "rows"]
 
 _SCHEDULES: Final = {
     "none": "1f1b",
@@ -55,6 +55,11 @@ def job_of(row: Row) -> Job:
     )
     plan.mesh(job.world_size)
     return job
+
+
+def memory_rank(row: Row) -> int | None:
+    """The pipeline rank whose peak the row has; None: the fullest. Megatron's logger runs on the last rank."""
+    return row.layout["pp"] - 1 if "logger" in str(row.flags.get("memory_kind", "")) else None
 
 
 def notes(row: Row) -> tuple[str, ...]:
@@ -232,12 +237,31 @@ def _stages(row: Row, count: int) -> tuple[int, ...] | None:
     if row.source == "internevo":
         each, more = divmod(layers, count)
         return (each,) * (count - more) + (each + 1,) * more
+    if row.source == "nanotron_ultrascale":
+        return _by_cost(row.model, count)
     if row.experts and row.model["mtp_layers"] is not None:
         # Megatron-Bridge's layouts of DeepSeek-V3 and Kimi K2: the last stage, with MTP and head, has what is left.
         each = math.ceil(layers / count)
         left = layers - each * (count - 1)
         return (each + min(left, 0), *(each,) * (count - 2), max(left, 0))
     return None
+
+
+def _by_cost(model: Mapping[str, Any], count: int) -> tuple[int, ...]:
+    """nanotron's cut: a block goes to the next stage once the costs so far pass the stage's share of all.
+
+    A layer costs its products, the head its own, the embedding nothing.
+    """
+    hidden, query = model["hidden"], model["heads"] * model["head_dim"]
+    layer = 4 * query * hidden + 3 * model["ffn"] * hidden
+    share = (layer * model["layers"] + model["vocab"] * hidden) / count
+    counts = [0] * count
+    stage = 0
+    for index in range(model["layers"]):
+        if layer * (index + 1) > share * (stage + 1):
+            stage += 1
+        counts[stage] += 1
+    return tuple(counts)
 
 
 def _topology(row: Row) -> Topology:

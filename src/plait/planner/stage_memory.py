@@ -10,15 +10,10 @@ from types import MappingProxyType
 
 from plait.core.plan import Plan
 from plait.models.config import ModelConfig
-from plait.planner.activations import (
-    Local,
-    Step,
-    embedding_steps,
-    head_steps,
-    is_plait,
-    layer_steps,
-)
+from plait.planner.activations import embedding_steps, head_steps, layer_steps
+from plait.planner.habits import habits_of
 from plait.planner.job import Practice
+from plait.planner.saved import Local, Step, is_plait
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,7 +98,7 @@ _NAMES = {
 
 def _keeps_output(practice: Practice) -> bool:
     """Whether a stage keeps what it has sent: Megatron lets its memory go (Korthikanti et al. 2022, appendix B)."""
-    return practice.framework != "megatron"
+    return is_plait(practice) or habits_of(practice).keeps_output
 
 
 def _tables(model: ModelConfig, at: Local) -> float:

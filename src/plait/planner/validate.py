@@ -19,7 +19,7 @@ from plait.core.errors import PlaitError
 from plait.planner.cost import predict
 from plait.planner.job import Job
 from plait.planner.memory import memory as predict_memory
-from plait.planner.published import Row, job_of, notes, rows
+from plait.planner.published import Row, job_of, memory_rank, notes, rows
 
 WORST = 15
 """Configurations that are named."""
@@ -120,7 +120,7 @@ def validate(path: str | Path, *, memory: bool = True, sources: Sequence[str] = 
             if time is not None:
                 timed.append((case, _time(case, time)))
             if peak is not None and memory:
-                held.append((case, _miss(case, peak, predict_memory(case.job).fullest.peak, None)))
+                held.append((case, _miss(case, peak, _peak(case), None)))
         except PlaitError as error:
             refused.append((case.row.id, str(error)))
     said: dict[str, int] = {}
@@ -151,6 +151,11 @@ def _cases(found: Iterable[Row]) -> tuple[list[_Case], list[tuple[str, str]]]:
             continue
         same.setdefault(f"{row.source} {job!r}", (job, []))[1].append(row)
     return [_Case(rows=tuple(members), job=job) for job, members in same.values()], refused
+
+
+def _peak(case: _Case) -> float:
+    report, rank = predict_memory(case.job), memory_rank(case.row)
+    return report.fullest.peak if rank is None else report.ranks[rank].peak
 
 
 def _time(case: _Case, measured: float) -> Miss:

@@ -1,0 +1,111 @@
+"""What attention keeps for its backward, plain and latent, in plait's layers and elsewhere. No torch."""
+
+from __future__ import annotations
+
+from plait.models.config import ModelConfig
+from plait.planner.job import Practice
+from plait.planner.saved import WIDE, Local, Step, is_plait, kept_input, product_work
+
+
+def attention(model: ModelConfig, at: Local, practice: Practice, layer: int) -> list[Step]:
+    rows, e, plait = at.rows, at.width, is_plait(practice)
+    product = rows * (at.query + 2 * at.key) * e
+    fp8_qkv, temp_qkv = product_work(at, at.hidden, at.query + 2 * at.key, plain=plait)
+    fp8_out, temp_out = product_work(at, at.query, at.hidden, plain=plait)
+    gathered = at.wide_stream if at.sp else 0.0
+    joined = Step(
+        kind="attention",
+        keeps=kept_input(at, practice, at.stream),
+        waits=at.wide_stream + product,
+        forward=fp8_qkv + gathered,
+        backward=product + gathered + at.wide_stream + max(temp_qkv, fp8_qkv),
+    )
+    core = _core(model, at, practice, layer)
+    out = Step(
+        kind="attention",
+        keeps=rows * at.query * e,
+        waits=at.wide_stream + rows * at.query * e,
+        forward=fp8_out + at.wide_stream,
+        backward=rows * at.query * e + gathered + max(temp_out, fp8_out),
+    )
+    return [joined, *core, out]
+
+
+def _core(model: ModelConfig, at: Local, practice: Practice, layer: int) -> list[Step]:
+    """Attention itself: what q, k, v and the softmax keep. The output is kept by the projection behind."""
+    rows, e = at.rows, at.width
+    q, k, v, lse = rows * at.query * e, rows * at.key * e, rows * at.value * e, WIDE * rows * at.heads
+    per_head = WIDE * rows * (at.heads + at.key / model.head_dim) if model.qk_norm else 0.0
+    keeps = q + k + v
+    if is_plait(practice):
+        if model.positions == "rope" and at.context != "ulysses":
+            # v stays a view of the joined projection, which thereby stays as a whole.
+            keeps = (q + k) + (q + k + v)
+        if at.context == "ulysses":
+            keeps += q  # the output comes back in another layout
+        keeps += per_head + _mask(model, at, layer)
+        return [
+            Step(kind="attention", keeps=keeps),
+            Step(kind="attention core", keeps=lse, forward=_ring_work(at, q, k, v), backward=2 * q + 2 * (k + v)),
+        ]
+    scores = at.samples * at.heads * at.seq * (at.seq * at.cp)
+    if practice.attention == "unfused":
+        # Softmax, its dropout's mask and result (Korthikanti et al. 2022, section 4.1: 5 a s^2 b).
+        dropped = (1 + e) if model.dropout else 0.0
+        core = Step(kind="attention core", keeps=scores * (e + dropped), forward=scores * e, backward=2 * scores * e)
+        return [Step(kind="attention", keeps=keeps), core]
+    return [
+        Step(kind="attention", keeps=keeps + per_head),
+        Step(kind="attention core", keeps=lse, backward=2 * q + k + v),
+    ]
+
+
+def _ring_work(at: Local, q: float, k: float, v: float) -> float:
+    """Context parallel: the sum in fp32, and the keys and values of others that are on their way."""
+    if at.context in ("ring", "gather"):
+        passing = 2 * (k + v) if at.context == "ring" else at.cp * (k + v)
+        return q / at.width * WIDE + passing
+    return q + k + v if at.context == "ulysses" else 0.0
+
+
+def _mask(model: ModelConfig, at: Local, layer: int) -> float:
+    """A sliding window's additive mask, which plait's attention on one device keeps."""
+    window, seq = model.window_of(layer), at.seq * (at.cp if at.context == "ulysses" else 1)
+    return seq * seq * at.width if window is not None and window < seq and at.context in ("none", "ulysses") else 0.0
+
+
+def latent(model: ModelConfig, at: Local, practice: Practice) -> list[Step]:
+    """Latent attention (DeepSeek-V2, arXiv:2405.04434): both down projections, their norms, and the heads' q, k, v."""
+    mla = model.mla
+    assert mla is not None
+    rows, own, e, plait = at.rows, at.own, at.width, is_plait(practice)
+    down = own * (mla.kv_rank + mla.rope_dim) * e + own * mla.kv_rank * e + WIDE * own
+    if mla.q_rank is not None:
+        down += 2 * own * mla.q_rank * e + WIDE * own
+    q = rows * at.heads * mla.qk_dim * e
+    up = rows * at.heads * (mla.nope_dim + mla.v_dim) * e
+    value = rows * at.heads * mla.v_dim * e
+    ranks = (mla.q_rank or at.hidden) + mla.kv_rank
+    temporary = ranks * at.heads * max(mla.qk_dim, mla.nope_dim + mla.v_dim) * e if e < WIDE and plait else 0.0
+    waits = at.wide_stream + value + q + up + rows * ranks * e
+    parts = [
+        Step(kind="attention", keeps=at.stream, backward=at.wide_stream + own * (ranks + mla.rope_dim) * e),
+        Step(kind="mla up", keeps=down, waits=waits, forward=q + up, backward=q + up + temporary),
+    ]
+    if not plait:
+        kept = 2 * q + value  # q, k and v by themselves
+        parts += [Step(kind="mla up", keeps=kept)]
+        parts += [Step(kind="attention core", keeps=WIDE * rows * at.heads, backward=2 * q + 2 * value)]
+        return [*parts, Step(kind="attention", keeps=value, backward=value)]
+    lse, scores = WIDE * rows * at.heads, float(at.samples * at.heads * at.seq * at.seq * WIDE)
+    if at.cpu and mla.qk_dim != mla.v_dim and at.context == "none":
+        # torch's kernels on a CPU want one width: what runs is the plain softmax, in fp32.
+        wide = rows * at.heads * (2 * mla.qk_dim + mla.v_dim) * WIDE
+        parts += [Step(kind="attention core", keeps=wide + scores, forward=scores, backward=2 * scores)]
+    else:
+        # The whole up projection stays behind v; the output is copied out of the heads' layout.
+        parts += [
+            Step(kind="attention", keeps=2 * q + up + value),
+            Step(kind="attention core", keeps=lse, backward=2 * q + 2 * value),
+        ]
+    return [*parts, Step(kind="attention", keeps=value, backward=value + at.wide_stream)]

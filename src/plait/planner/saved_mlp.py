@@ -1,0 +1,91 @@
+"""What a feed-forward part keeps for its backward: the plain one, experts with their router, shared ones. No torch."""
+
+from __future__ import annotations
+
+from plait.models.config import ModelConfig
+from plait.models.parts import MoEConfig
+from plait.planner.habits import habits_of
+from plait.planner.job import Practice
+from plait.planner.saved import WIDE, Local, Step, is_plait, kept_input, low_width, product_work
+
+
+def mlp(model: ModelConfig, at: Local, practice: Practice, ffn: int, kind: str = "mlp") -> list[Step]:
+    """Both products and the activation between; ``ffn``: width here."""
+    rows, e, plait = at.rows, at.width, is_plait(practice)
+    inner, up = rows * ffn * e, (2 if model.gated else 1) * rows * ffn * e
+    fp8_up, temp_up = product_work(at, at.hidden, up / (rows * e), plain=plait)
+    fp8_down, temp_down = product_work(at, ffn, at.hidden, plain=plait)
+    gathered = at.wide_stream if at.sp else 0.0
+    fp8_back = 9 * up / e if at.fp8 and plait else 0.0
+    # The shared expert reads what the router reads: kept once.
+    first = Step(
+        kind=kind,
+        keeps=kept_input(at, practice, at.stream) if kind == "mlp" else 0.0,
+        waits=at.wide_stream + up,
+        forward=fp8_up + gathered,
+        backward=up + gathered + max(at.wide_stream + temp_up, fp8_back),
+    )
+    eager = habits_of(practice).eager and not practice.fused
+    kept = up + (inner if eager and model.gated else 0.0)
+    # Gradient of the result, of one factor, and of the other.
+    act = Step(kind=f"{kind} act", keeps=kept, forward=0.0, backward=(3 if model.gated else 2) * inner)
+    second = Step(
+        kind=kind,
+        keeps=inner * low_width(at, practice) / e,
+        waits=at.wide_stream + inner,
+        forward=fp8_down + at.wide_stream,
+        backward=inner + gathered + max(temp_down, fp8_down),
+    )
+    return [first, act, second]
+
+
+def experts(model: ModelConfig, at: Local, practice: Practice, moe: MoEConfig) -> list[Step]:
+    """Router, dispatch, the experts' two products, and the way back. Routing is even."""
+    e, plait = at.width, is_plait(practice)
+    rows = at.rows / at.tp if plait or at.sp else at.rows
+    share = min(1.0, moe.capacity_factor) if moe.capacity_factor is not None else 1.0
+    sent = rows * moe.top_k * share
+    computed = sent * at.etp
+    ffn = moe.ffn_size / at.etp
+    sent_bytes, computed_bytes, inner = sent * at.hidden * e, computed * at.hidden * e, computed * ffn * e
+    scores = rows * moe.num_experts * (8.0 if plait and moe.score == "sigmoid" else WIDE)
+    choice = rows * moe.top_k * (8 + WIDE + WIDE) + WIDE * rows
+    apart = at.ep * at.etp > 1
+    routing = 24.0 * sent + (16.0 * computed if apart else 0.0)
+    if not plait:
+        # Logits and probabilities in fp32, the permutation as int32 maps (Transformer Engine's fused permute).
+        scores, choice, routing = 2 * WIDE * rows * moe.num_experts, WIDE * rows * moe.top_k, 8.0 * sent
+    router = Step(kind="router", keeps=at.stream + scores + choice, backward=rows * at.hidden * (WIDE + e))
+    if moe.aux_loss or moe.z_loss:
+        router = Step(kind="router", keeps=router.keeps + WIDE * rows * moe.num_experts, backward=router.backward)
+    wide = rows * at.hidden * WIDE
+    go = Step(kind="dispatch", keeps=routing, carried=routing, forward=sent_bytes, backward=sent_bytes + wide)
+    if not plait:
+        # The weights go into the activation, so that nothing of the results is kept to weigh them.
+        moved = 2 * computed_bytes if apart else computed_bytes
+        return [
+            router,
+            Step(kind="dispatch", keeps=routing, forward=moved, backward=moved),
+            Step(kind="experts", keeps=computed_bytes, waits=computed_bytes + 2 * inner, backward=2 * computed_bytes),
+            Step(kind="moe act", keeps=2 * inner, backward=3 * inner),
+            Step(kind="experts", keeps=inner, waits=computed_bytes + inner, forward=computed_bytes, backward=inner),
+            Step(kind="dispatch", forward=moved, backward=moved),
+        ]
+    slots = max(1, moe.num_experts // at.ep)
+    arrived = computed_bytes if apart else 0.0
+    product = sent_bytes + arrived + 4 * inner + computed_bytes + 2 * computed_bytes / slots
+    back = sent_bytes + arrived + 3 * inner + (2 * computed_bytes + 2 * sent_bytes if apart else computed_bytes)
+    work = Step(
+        kind="experts",
+        keeps=computed_bytes + 2 * inner,
+        waits=2 * computed_bytes + 3 * inner,
+        forward=2 * computed_bytes + 2 * sent_bytes if apart else computed_bytes,
+        backward=max(product, back),
+    )
+    weighing = Step(
+        kind="dispatch",
+        keeps=sent_bytes + WIDE * rows * moe.top_k,
+        forward=2 * wide + rows * at.hidden * e,
+        backward=wide + 2 * sent * at.hidden * WIDE,
+    )
+    return [router, go, work, weighing]
