@@ -1,0 +1,255 @@
+"""The fastest plans that fit: best first over lower bounds, so that what is not looked at cannot be among them.
+
+Cells wait by their bound; the nearest one is opened into its forms, with closer bounds; a form whose turn comes is
+predicted. The search ends when no bound is below the slowest plan that is kept. Exact over the space of
+`plait.planner.space`, by `predict` and `memory` as they are (a test compares with every legal plan).
+"""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+import heapq
+import itertools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, final
+
+from plait.core.plan import Plan
+from plait.core.topology import Topology
+from plait.models.config import ModelConfig
+from plait.planner.bounds import Bounds, Leaf, Leaves
+from plait.planner.cost import predict
+from plait.planner.job import PLAIT, Practice
+from plait.planner.memory import MemoryReport, memory, rank_memory
+from plait.planner.prediction import Prediction
+from plait.planner.space import SCHEDULES, Cell, Request, cells, legal, plan_count, plan_of, require_some, zeros
+from plait.planner.stage_cut import recompute_to_fit
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """A plan with what it promises."""
+
+    plan: Plan
+    prediction: Prediction
+    memory: MemoryReport
+
+    @property
+    def order(self) -> tuple[Any, ...]:
+        """Faster first; among equals the one with fewer special choices."""
+        return (self.prediction.step_time, *simplicity(self.plan))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loser:
+    """The most promising plan of a kind that is not the best plan's, and why it lost."""
+
+    kind: str
+    """Such as ``tp=16`` or ``schedule=gpipe``."""
+    candidate: Candidate
+    fits: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Search:
+    """What a search found. ``ranked`` is empty where nothing fits; then ``nearest`` is what lacks least memory."""
+
+    request: Request
+    ranked: tuple[Candidate, ...]
+    losers: tuple[Loser, ...]
+    nearest: Candidate | None
+    considered: int
+    """Legal combinations."""
+    predicted: int
+    """Of them, those that were predicted; bounds excluded the others."""
+
+    @property
+    def best(self) -> Candidate | None:
+        return self.ranked[0] if self.ranked else None
+
+
+def simplicity(plan: Plan) -> tuple[Any, ...]:
+    """Smaller for plans with fewer special choices."""
+    known = {name: place for place, name in enumerate(SCHEDULES)}
+    special = (
+        plan.stages is not None,
+        plan.recompute not in ("none", "selective", "full"),
+        plan.tp > 1 and not plan.sp,
+        plan.cp > 1,
+        plan.schedule != "1f1b",
+        plan.recompute != "none",
+        plan.expert_tp is not None,
+        plan.ep > 1,
+    )
+    order = (known.get(plan.schedule, len(known)), plan.virtual, plan.zero, plan.pp, plan.tp, plan.cp, plan.ep)
+    return (sum(special), *order, plan.context, plan.recompute, -plan.micro, plan.stages or ())
+
+
+def search(
+    model: ModelConfig,
+    topology: Topology,
+    *,
+    world_size: int,
+    seq: int,
+    global_batch: int,
+    precision: str = "bf16",
+    fix: Mapping[str, object] | None = None,
+    max_memory: float = 0.9,
+    top: int = 10,
+    practice: Practice = PLAIT,
+    losers: bool = True,
+) -> Search:
+    """The ``top`` fastest plans that fill no more than ``max_memory`` of a device, and why others lost.
+
+    ``seq`` is tokens a sample, ``global_batch`` samples a step, ``fix`` plan keys that are given. ConfigError for
+    numbers that make no request, PlanError where no plan is legal, whatever the memory.
+    """
+    request = Request(
+        model=model,
+        topology=topology,
+        world_size=world_size,
+        seq=seq,
+        global_batch=global_batch,
+        precision=precision,
+        fix=fix or {},
+        max_memory=max_memory,
+        practice=practice,
+    )
+    run = Run(request, top=top)
+    run.finish()
+    found = run.losers() if losers else ()
+    return Search(
+        request=request,
+        ranked=tuple(run.ranked),
+        losers=found,
+        nearest=None if run.ranked else run.nearest(),
+        considered=run.considered,
+        predicted=run.predicted,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Close:
+    """A cell whose close bound has been taken."""
+
+    cell: Cell
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Next:
+    """The next form of a cell."""
+
+    leaves: Leaves
+    place: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Plan:
+    """A whole plan, or (``fit``) the one that recomputes as many of its layers as it takes to fit."""
+
+    leaf: Leaf
+    zero: int
+    tail: float
+    fit: bool = False
+
+
+_Node = Cell | _Close | _Next | _Plan
+
+
+@final
+class Run:
+    """One search as it goes on."""
+
+    def __init__(self, request: Request, *, top: int) -> None:
+        self.request = request
+        self.ranked: list[Candidate] = []
+        self.predicted = 0
+        self._top = top
+        self._bounds = Bounds(request)
+        found = list(cells(request))
+        self.considered = sum(plan_count(request, cell) for cell in found)
+        require_some(request, self.considered > 0)
+        self._count = itertools.count()
+        self._heap: list[tuple[float, int, _Node]] = []
+        for cell in found:
+            self._push(self._bounds.roughly(cell), cell)
+        self._bounds.lay(min(found, key=self._bounds.roughly))
+
+    @property
+    def limit(self) -> float:
+        """Seconds of the slowest plan that is kept; infinite while there is room."""
+        return self.ranked[-1].prediction.step_time if len(self.ranked) >= self._top else float("inf")
+
+    def finish(self) -> None:
+        """Until nothing that is left can be among the best."""
+        while self._heap and self._heap[0][0] <= self.limit:
+            _, _, node = heapq.heappop(self._heap)
+            if isinstance(node, Cell):
+                self._push(self._bounds.closely(node), _Close(cell=node))
+            elif isinstance(node, _Close):
+                self._next(self._bounds.leaves(node.cell), 0)
+            elif isinstance(node, _Next):
+                self._next(node.leaves, node.place + 1)
+                self._grow(node.leaves.leaf(node.place))
+            else:
+                self._try(node)
+
+    def _push(self, bound: float, node: _Node) -> None:
+        if bound <= self.limit:
+            heapq.heappush(self._heap, (bound, next(self._count), node))
+
+    def _next(self, leaves: Leaves, place: int) -> None:
+        if place < len(leaves):
+            self._push(leaves.bound(place), _Next(leaves=leaves, place=place))
+
+    def _grow(self, leaf: Leaf) -> None:
+        """A leaf's ZeRO levels, each with what it adds; what cannot fit without recomputation as what it is with it."""
+        for zero in zeros(self.request.fix, leaf.dp * leaf.cell.cp):
+            tail = self._bounds.tail(leaf, zero)
+            if self._bounds.excess(leaf, zero) <= 0:
+                self._push(leaf.bound + tail, _Plan(leaf=leaf, zero=zero, tail=tail))
+            elif leaf.relief:
+                self._push(self._bounds.relieved(leaf, zero) + tail, _Plan(leaf=leaf, zero=zero, tail=tail, fit=True))
+
+    def _try(self, node: _Plan) -> None:
+        leaf = node.leaf
+        plan = plan_of(self.request, leaf.cell, leaf.form(node.zero))
+        if not legal(self.request, plan):
+            return
+        chosen: Plan | None = plan
+        if node.fit:
+            seconds = self._bounds.recompute_seconds(leaf.cell)
+            chosen = recompute_to_fit(self.request, plan, seconds, worth=self._worth)
+        candidate = None if chosen is None else self.candidate(chosen)
+        if candidate is not None:
+            bisect.insort(self.ranked, candidate, key=lambda one: one.order)
+            del self.ranked[self._top :]
+        elif leaf.relief and not node.fit:
+            self._push(self._bounds.relieved(leaf, node.zero) + node.tail, dataclasses.replace(node, fit=True))
+
+    def _worth(self, plan: Plan) -> bool:
+        """Whether a plan is among the best if it fits."""
+        return predict(self.request.job(plan)).step_time <= self.limit
+
+    def candidate(self, plan: Plan) -> Candidate | None:
+        """The plan with its promise; None where it is slower than what is kept, or does not fit."""
+        self.predicted += 1
+        job = self.request.job(plan)
+        prediction = predict(job)
+        if prediction.step_time > self.limit:
+            return None
+        # The ends of a pipeline are mostly the fullest: one of them over the limit spares the others.
+        for rank in {0, plan.pp - 1, max(0, plan.pp - 2)}:
+            if rank_memory(job, rank).peak > self.request.memory:
+                return None
+        report = memory(job)
+        if report.fullest.peak > self.request.memory:
+            return None
+        return Candidate(plan=plan, prediction=prediction, memory=report)
+
+    def losers(self) -> tuple[Loser, ...]:
+        return ()
+
+    def nearest(self) -> Candidate | None:
+        return None

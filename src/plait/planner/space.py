@@ -1,0 +1,300 @@
+"""The plans a search looks at: which values of which axis, and what is legal, by the rule table of `plait.core.legal`.
+
+A plan is a *cell* (what one layer costs a rank: tp, cp, sequence parallelism, experts, microbatch) and a *form* of it
+(pp, dp, schedule, virtual stages, recomputation, ZeRO). Synchronous schedules alone: ``2bw`` trains another algorithm,
+and ``auto`` starts from the named ones.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, get_type_hints
+
+from plait.core import fitting
+from plait.core.errors import ConfigError, PlanError
+from plait.core.facts import Facts, ModelShape
+from plait.core.fields import nearest_names, typed
+from plait.core.legal import RULES, SIZE_RULES
+from plait.core.plan import Plan, cut_stages
+from plait.core.topology import Topology
+from plait.models.config import ModelConfig
+from plait.parallel.layout import model_shape, stage_layers
+from plait.planner.job import PLAIT, Job, Practice
+
+SCHEDULES: Final = ("1f1b", "interleaved", "gpipe", "zb-h1", "zb-h2", "zb-v", "dualpipe-v")
+"""From the plain to the exotic: among equals the first wins."""
+MODES: Final = ("none", "selective", "full")
+"""Recomputation of all layers alike; where none does not fit, layers are chosen (`plait.planner.stage_cut`)."""
+ZEROS: Final = (0, 1, 2, 3)
+_ROW_RULES: Final = (fitting.rows, fitting.batch)
+_DEPTH_RULES: Final = (fitting.depth, fitting.stages)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What is planned: a model on the first ``world_size`` devices of a cluster, ``global_batch`` samples of ``seq``."""
+
+    model: ModelConfig
+    topology: Topology
+    world_size: int
+    seq: int
+    global_batch: int
+    precision: str = "bf16"
+    fix: Mapping[str, object] = field(default_factory=dict)
+    """Plan keys that are given."""
+    max_memory: float = 0.9
+    """Share of a device's memory that a plan may fill."""
+    practice: Practice = PLAIT
+
+    def __post_init__(self) -> None:
+        kinds = get_type_hints(Plan)
+        for name, value in self.fix.items():
+            if name not in kinds:
+                raise ConfigError(f"unknown key {name!r} in a plan; {nearest_names(name, kinds)}")
+            typed(kinds[name], value, f"plan key {name}")
+        for what in ("world_size", "seq", "global_batch"):
+            if getattr(self, what) < 1:
+                raise ConfigError(f"{what}={getattr(self, what)}: at least 1")
+        if self.world_size > self.topology.devices:
+            raise ConfigError(
+                f"{self.world_size} ranks on {self.topology.devices} devices of cluster {self.topology.name}; what "
+                f"works: up to {self.topology.devices}"
+            )
+        if not 0 < self.max_memory <= 1:
+            raise ConfigError(f"max_memory={self.max_memory}: a share above 0 and up to 1")
+
+    @functools.cached_property
+    def shape(self) -> ModelShape:
+        return model_shape(self.model)
+
+    @property
+    def memory(self) -> float:
+        """Bytes that a rank may fill."""
+        return self.topology.device.memory * self.max_memory
+
+    def facts(self, plan: Plan) -> Facts:
+        return Facts(
+            plan=plan, shape=self.shape, world_size=self.world_size, global_batch=self.global_batch, seq=self.seq
+        )
+
+    def job(self, plan: Plan) -> Job:
+        return Job(
+            model=self.model,
+            plan=plan,
+            topology=self.topology,
+            seq=self.seq,
+            global_batch=self.global_batch,
+            practice=self.practice,
+        )
+
+    def base(self) -> dict[str, Any]:
+        """Plan keys that all plans share."""
+        return {"precision": self.precision, **self.fix}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """What decides a layer's cost on a rank."""
+
+    tp: int
+    sp: bool
+    cp: int
+    context: str
+    ep: int
+    etp: int
+    micro: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Form:
+    """What a cell leaves open; its fields are those of a `Plan`."""
+
+    pp: int
+    dp: int
+    schedule: str
+    virtual: int
+    stages: tuple[int, ...] | None
+    recompute: str
+    zero: int
+
+
+def plan_of(request: Request, cell: Cell, form: Form) -> Plan:
+    """The plan; keys that say no more than the default are left at it, so that its text is short."""
+    keys: dict[str, Any] = {
+        "tp": cell.tp,
+        "pp": form.pp,
+        "dp": form.dp,
+        "cp": cell.cp,
+        "micro": cell.micro,
+        "schedule": form.schedule,
+        "virtual": form.virtual,
+        "stages": form.stages,
+        "recompute": form.recompute,
+        "zero": form.zero,
+    }
+    if cell.tp > 1 and not cell.sp:
+        keys["sequence_parallel"] = False
+    if cell.cp > 1:
+        keys["context"] = cell.context
+    if cell.ep > 1:
+        keys["ep"] = cell.ep
+    if cell.etp != (cell.tp if cell.ep == 1 else 1):
+        keys["expert_tp"] = cell.etp
+    return Plan(**{**request.base(), **keys})
+
+
+def cells(request: Request) -> Iterator[Cell]:
+    """Every cell that some legal plan has."""
+    fix, shape, world = request.fix, request.shape, request.world_size
+    rules = [rule for rule in RULES if rule not in SIZE_RULES and rule.test not in (*_ROW_RULES, *_DEPTH_RULES)]
+    experts = shape.num_experts > 0
+    for tp in _values(fix, "tp", divisors(world)):
+        for cp in _values(fix, "cp", divisors(world // tp) if world % tp == 0 else []):
+            if world % (tp * cp) or cp > request.seq:
+                continue
+            dps = [dp for _, dp in meshes(request, tp, cp)]
+            if not dps:
+                continue
+            contexts = _values(fix, "context", list(fitting.CONTEXTS) if cp > 1 else ["ring"])
+            eps = _values(fix, "ep", divisors(shape.num_experts) if experts else [1])
+            for context in contexts:
+                for ep in eps:
+                    for etp in _expert_tps(request, tp, cp, ep, experts):
+                        keys = {**request.base(), "tp": tp, "cp": cp, "context": context, "ep": ep, "expert_tp": etp}
+                        # The smallest pipeline has the most ranks a stage: experts fold out of it if out of any.
+                        plan = Plan(**{**keys, "pp": 1, "dp": None, "micro": 1, "virtual": 1, "schedule": "1f1b"})
+                        if any(rule.test(request.facts(_mild(plan))) for rule in rules):
+                            continue
+                        yield from _rows(request, tp, cp, context, ep, etp, dps)
+
+
+def _mild(plan: Plan) -> Plan:
+    """``plan`` with what other levels decide at values that break no rule."""
+    return dataclasses.replace(plan, live=None, zero_group=None, node=None, gather="use", compress="none", zero=0)
+
+
+def _expert_tps(request: Request, tp: int, cp: int, ep: int, experts: bool) -> list[int]:
+    ranks = request.world_size
+    usual = tp if ep == 1 else 1
+    if not experts:
+        return [tp] if ep == 1 else []
+    width = request.shape.expert_ffn
+    found = _values(request.fix, "expert_tp", sorted({usual, *divisors(width)}))
+    # Cutting an expert over more ranks than tp has is possible; it never pays where whole experts could be spread.
+    return [etp for etp in found if ranks % (ep * etp) == 0 and width % etp == 0 and etp <= tp]
+
+
+def _rows(request: Request, tp: int, cp: int, context: str, ep: int, etp: int, dps: list[int]) -> Iterator[Cell]:
+    fix, batch = request.fix, request.global_batch
+    micros = sorted({micro for dp in dps for micro in divisors(batch // dp)})
+    given = fix.get("sequence_parallel")
+    sps = ([True, False] if given is None else [bool(given)]) if tp > 1 else [False]
+    for micro in _values(fix, "micro", micros):
+        for sp in sps:
+            plan = Plan(tp=tp, cp=cp, micro=micro, sequence_parallel=sp if tp > 1 else None, ep=ep, expert_tp=etp)
+            if fitting.rows(request.facts(plan)) is None:
+                yield Cell(tp=tp, sp=sp, cp=cp, context=context, ep=ep, etp=etp, micro=micro)
+
+
+def meshes(request: Request, tp: int, cp: int) -> list[tuple[int, int]]:
+    """(pp, dp) beside ``tp`` and ``cp``: all ranks used, some batch possible, a layer a stage."""
+    rest = request.world_size // (tp * cp)
+    found = []
+    for pp in _values(request.fix, "pp", divisors(rest)):
+        if rest % pp or pp > request.shape.num_layers:
+            continue
+        dp = rest // pp
+        if request.global_batch % dp == 0 and dp in _values(request.fix, "dp", [dp]):
+            found.append((pp, dp))
+    return found
+
+
+def pipeline_sizes(request: Request) -> list[int]:
+    """Every pp that some tp and cp leave room for."""
+    return [pp for pp in _values(request.fix, "pp", divisors(request.world_size)) if pp <= request.shape.num_layers]
+
+
+def stage_cuts(
+    request: Request, stages: int, costs: Sequence[float], first: float, last: float
+) -> list[tuple[int, ...] | None]:
+    """The plan's own cut by products (None), and one by seconds where that differs."""
+    given = request.fix.get("stages")
+    if given is not None:
+        cut = typed(tuple[int, ...] | None, given, "plan key stages")
+        return [cut] if len(cut) == stages and sum(cut) == request.shape.num_layers else []
+    if stages == 1:
+        return [None]
+    usual = stage_layers(request.model, Plan(pp=stages))
+    timed = cut_stages(costs, stages, first, last)
+    return [None] if timed == usual else [None, timed]
+
+
+def plan_count(request: Request, cell: Cell) -> int:
+    """Forms of a cell, stage cuts and layer-wise recomputation not counted."""
+    found = 0
+    for pp, dp in meshes(request, cell.tp, cell.cp):
+        if request.global_batch % (cell.micro * dp) == 0 and dp * cell.cp * cell.tp % (cell.ep * cell.etp) == 0:
+            pipes = len(pipelines(request.fix, pp, request.shape.num_layers))
+            found += pipes * len(_values(request.fix, "recompute", list(MODES))) * len(zeros(request.fix, dp * cell.cp))
+    return found
+
+
+def zeros(fix: Mapping[str, object], data_ranks: int) -> list[int]:
+    """ZeRO levels that make a difference: one data rank has nobody to share with."""
+    return _values(fix, "zero", list(ZEROS) if data_ranks > 1 else [0])
+
+
+def pipelines(fix: Mapping[str, object], pp: int, layers: int) -> list[tuple[str, int]]:
+    """(schedule, virtual stages a rank) for ``pp`` ranks. Without a pipeline all schedules are the same."""
+    named = _values(fix, "schedule", list(SCHEDULES) if pp > 1 else ["1f1b"])
+    found = []
+    for schedule in named:
+        if schedule in ("zb-v", "dualpipe-v"):
+            virtuals = [2]
+        elif schedule == "interleaved":
+            virtuals = [v for v in range(1 if "virtual" in fix else 2, layers // pp + 1) if v <= 8 or layers % (pp * v) == 0]
+        else:
+            virtuals = [1] if schedule in SCHEDULES else [1, 2]
+        found += [(schedule, v) for v in _values(fix, "virtual", virtuals) if v in virtuals and v * pp <= layers]
+    return found
+
+
+def legal(request: Request, plan: Plan) -> bool:
+    """Whether a plan passes the whole table."""
+    facts = request.facts(plan)
+    return not any(rule.test(facts) for rule in SIZE_RULES) and not any(rule.test(facts) for rule in RULES)
+
+
+def require_some(request: Request, found: bool) -> None:
+    """PlanError where no plan at all is legal, before memory is looked at."""
+    if not found:
+        fixed = " ".join(f"{name}={value}" for name, value in request.fix.items())
+        raise PlanError(
+            f"no plan cuts this model over {request.world_size} ranks for a global batch of {request.global_batch}"
+            + (f" with {fixed} given" if fixed else "")
+            + f"; what works: a batch that is a multiple of the copies of the model, ranks that divide {_hint(request)}"
+        )
+
+
+def _hint(request: Request) -> str:
+    shape = request.shape
+    return f"into tp (of {shape.num_heads} heads) x pp (up to {shape.num_layers} layers) x dp (of the batch)"
+
+
+def _values(fix: Mapping[str, object], name: str, values: list[Any]) -> list[Any]:
+    return [fix[name]] if fix.get(name) is not None else values
+
+
+@functools.cache
+def _divisors(size: int) -> tuple[int, ...]:
+    small = [n for n in range(1, math.isqrt(max(size, 0)) + 1) if size % n == 0]
+    return tuple(sorted({*small, *(size // n for n in small)}))
+
+
+def divisors(size: int) -> list[int]:
+    """Numbers that divide ``size``, in order."""
+    return list(_divisors(size))

@@ -1,0 +1,179 @@
+"""Making a plan fit: layers moved between stages within time and memory, and as little recomputed as memory asks for."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Final
+
+from plait.core.plan import Plan
+from plait.parallel.layout import placement, stage_bounds, stage_layers
+from plait.planner.job import Job
+from plait.planner.memory import rank_memory
+from plait.planner.space import MODES, Request
+
+_REPAIRS: Final = 4
+"""Times that a choice which does not fit by the memory model is enlarged: a rank's peak is not quite linear in it."""
+
+
+def cut_within(
+    seconds: Sequence[float],
+    stages: int,
+    *,
+    state: Sequence[float],
+    kept: Sequence[float],
+    live: Sequence[int],
+    limit: float,
+    ends: tuple[float, float] = (0.0, 0.0),
+    end_state: tuple[float, float] = (0.0, 0.0),
+) -> tuple[int, ...] | None:
+    """Layers of each stage: the cut with the least maximal stage time among those that fit; None where none fits.
+
+    Of each layer: ``seconds``, bytes of ``state``, and bytes ``kept`` for each of the ``live[s]`` microbatches that
+    stage s holds. ``ends`` and ``end_state`` are added to the first and the last stage. Every stage gets a layer. For
+    a given bottleneck, each stage from the last one on takes as many layers as it can: what is left is the least for
+    the stages before it, so that the check is exact. Among equals, early stages, which hold most, get fewest layers.
+    """
+    count = len(seconds)
+    if not 1 <= stages <= count:
+        return None
+    times, states, keeps = ([0.0, *itertools.accumulate(one)] for one in (seconds, state, kept))
+
+    def cost(stage: int, start: int, stop: int) -> float:
+        extra = (ends[0] if stage == 0 else 0.0) + (ends[1] if stage == stages - 1 else 0.0)
+        return times[stop] - times[start] + extra
+
+    def fits(stage: int, start: int, stop: int) -> bool:
+        extra = (end_state[0] if stage == 0 else 0.0) + (end_state[1] if stage == stages - 1 else 0.0)
+        return states[stop] - states[start] + live[stage] * (keeps[stop] - keeps[start]) + extra <= limit
+
+    def filled(bottleneck: float) -> tuple[int, ...] | None:
+        counts = []
+        stop = count
+        for stage in reversed(range(stages)):
+            start = stop
+            while start > stage and fits(stage, start - 1, stop) and cost(stage, start - 1, stop) <= bottleneck:
+                start -= 1
+            if start == stop or (stage == 0 and start > 0):
+                return None
+            counts.append(stop - start)
+            stop = start
+        return tuple(reversed(counts))
+
+    def slowest(cut: Sequence[int]) -> float:
+        return max(cost(stage, *bounds) for stage, bounds in enumerate(stage_bounds(cut)))
+
+    best = filled(math.inf)
+    if best is None:
+        return None
+    low, high = 0.0, slowest(best)
+    while True:
+        # Halving while there is room, then below the best found by the least step: the end proves it.
+        middle = (low + high) / 2
+        wanted = middle if high - low > 1e-6 * high else math.nextafter(high, 0.0)
+        cut = filled(wanted)
+        if cut is not None:
+            best, high = cut, slowest(cut)
+        elif wanted == middle:
+            low = middle
+        else:
+            return best
+
+
+def recompute_to_fit(
+    request: Request, plan: Plan, seconds: Mapping[str, float], *, worth: Callable[[Plan], bool]
+) -> Plan | None:
+    """``plan``, which recomputes nothing, with the cheapest recomputation of layers by which every rank fits.
+
+    ``seconds``: what ``selective`` and ``full`` cost a layer. On each pipeline rank, its first layers are recomputed in
+    full, the next ones selectively; how many follows from the rank's memory under the uniform plans, and the memory
+    model has the last word. None where nothing fits, where a uniform plan is what comes out, or where the plan that
+    comes out is not ``worth`` it.
+    """
+    held = _layers_of_ranks(request, plan)
+    jobs = {mode: request.job(dataclasses.replace(plan, recompute=mode)) for mode in MODES}
+    # The ends first: where one of them cannot fit, the others need not be looked at.
+    order = dict.fromkeys([0, plan.pp - 1, *range(plan.pp)])
+    choices: dict[int, tuple[int, int]] = {}
+    for rank in order:
+        choice = _of_rank(request, jobs, rank, len(held[rank]), seconds)
+        if choice is None:
+            return None
+        choices[rank] = choice
+    chosen = [choices[rank] for rank in range(plan.pp)]
+    for _ in range(_REPAIRS):
+        text = _ranges(_modes(held, chosen))
+        mixed = dataclasses.replace(plan, recompute=text)
+        if text in MODES or not worth(mixed):
+            return None
+        job = request.job(mixed)
+        # A rank whose layers were left alone has been seen to fit.
+        changed = [rank for rank, counts in enumerate(chosen) if counts != (0, 0)]
+        over = [rank for rank in changed if rank_memory(job, rank).peak > request.memory]
+        if not over:
+            return mixed
+        for rank in over:
+            full, selective = chosen[rank]
+            chosen[rank] = (min(full + 1, len(held[rank])), max(0, min(selective, len(held[rank]) - full - 1)))
+    return None
+
+
+def _of_rank(
+    request: Request, jobs: Mapping[str, Job], rank: int, layers: int, seconds: Mapping[str, float]
+) -> tuple[int, int] | None:
+    """(full, selective) layers of one rank; None where it does not fit with all of them in full."""
+    over = rank_memory(jobs["none"], rank).peak - request.memory
+    if over <= 0:
+        return 0, 0
+    saved = {mode: over + request.memory - rank_memory(jobs[mode], rank).peak for mode in MODES[1:]}
+    if saved["full"] < over:
+        return None
+    return _cheapest(layers, over, {mode: size / max(1, layers) for mode, size in saved.items()}, seconds)
+
+
+def _layers_of_ranks(request: Request, plan: Plan) -> list[list[int]]:
+    """Layers on each pipeline rank, in order."""
+    held: list[list[int]] = [[] for _ in range(plan.pp)]
+    for home, (first, stop) in zip(placement(plan), stage_bounds(stage_layers(request.model, plan)), strict=True):
+        held[home].extend(range(first, stop))
+    return [sorted(layers) for layers in held]
+
+
+def _cheapest(layers: int, over: float, saved: Mapping[str, float], seconds: Mapping[str, float]) -> tuple[int, int]:
+    """(full, selective) layers that save ``over`` bytes for the least seconds; all in full where nothing does."""
+    best, least = (layers, 0), math.inf
+    for full in range(layers + 1):
+        left = over - full * saved["full"]
+        if left <= 0:
+            selective = 0
+        elif saved["selective"] > 0 and math.ceil(left / saved["selective"]) <= layers - full:
+            selective = math.ceil(left / saved["selective"])
+        else:
+            continue
+        spent = full * seconds["full"] + selective * seconds["selective"]
+        if spent < least:
+            best, least = (full, selective), spent
+    return best
+
+
+def _modes(held: Sequence[Sequence[int]], chosen: Sequence[tuple[int, int]]) -> list[str]:
+    """The mode of every layer."""
+    modes: dict[int, str] = {}
+    for layers, (full, selective) in zip(held, chosen, strict=True):
+        for place, layer in enumerate(layers):
+            modes[layer] = "full" if place < full else "selective" if place < full + selective else "none"
+    return [modes[layer] for layer in sorted(modes)]
+
+
+def _ranges(modes: Sequence[str]) -> str:
+    """``full:0-3 selective:4-7``; one word where all layers are alike."""
+    if len(set(modes)) == 1:
+        return modes[0]
+    words = []
+    for mode, group in itertools.groupby(enumerate(modes), key=lambda pair: pair[1]):
+        layers = [layer for layer, _ in group]
+        if mode != "none":
+            words.append(f"{mode}:{layers[0]}" + (f"-{layers[-1]}" if len(layers) > 1 else ""))
+    return " ".join(words)
