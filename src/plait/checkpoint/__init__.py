@@ -1,1 +1,1 @@
-"""Tensors on disk: plait's weight folders, boxes between layouts, Hugging Face folders."""
+"""Tensors on disk: checkpoints and their commit, boxes between layouts, Hugging Face folders."""
