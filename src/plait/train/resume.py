@@ -170,6 +170,7 @@ class Keeper:
             return 0
         path = self._newest()
         if path is None:
+            self._forget(0)
             return 0
         step = self._load(path)
         self.note("resume", {"step": step, "checkpoint": path.name, "plan": str(self._setup.plan)})
@@ -228,7 +229,13 @@ class Keeper:
                 "had kept back of the gradients is left out"
             )
         self._saved = done
+        self._forget(done)
         return done
+
+    def _forget(self, step: int) -> None:
+        """Steps from ``step`` on are taken again: ``metrics.jsonl`` is to have each once."""
+        if self.log is not None:
+            cut_metrics(self.log.path.with_name("metrics.jsonl"), step)
 
     def _all_there(self, shapes: Mapping[str, tuple[int, ...]], counts: Mapping[str, int]) -> None:
         """WeightsError where the ranks together have not set every element of every tensor; collective."""

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from plait.comm.world import World
 from plait.core.config import Config, dump, loads
-from plait.core.errors import ConfigError, PlanError
+from plait.core.errors import ConfigError, PlanError, WeightsError
 from plait.parallel.apply import Parallel
 from plait.parallel.precision import fp8_reason
 from plait.telemetry.record import EVAL_KEY, Metrics, Recorder, write_trace
@@ -24,7 +24,7 @@ from plait.train.measure import Meter, device_facts
 from plait.train.nan import NaNPolicy, hopeless
 from plait.train.progress import Progress, heading
 from plait.train.restart import RANK, supervise
-from plait.train.resume import Keeper, cut_metrics
+from plait.train.resume import Keeper
 from plait.train.run import Setup, build, claim_folder, open_samples, prepare, to_device
 from plait.train.step import Steps
 from plait.train.supervise import Stop, StoppedError, Stragglers, restarted
@@ -114,7 +114,6 @@ def train(setup: Setup, world: World, *, as_json: bool = False, worker: Worker |
     step = keeper.resume()
     if chief:
         write_facts(setup, folder, facts)
-        cut_metrics(folder / "metrics.jsonl", step)
     row: dict[str, object] = {}
     with Stop(worker) as stop, Metrics(lines) as metrics, Progress(setup, shown=chief, as_json=as_json) as show:
         while step < config.train.steps:
@@ -122,38 +121,45 @@ def train(setup: Setup, world: World, *, as_json: bool = False, worker: Worker |
             meter.start()
             taken = steps.take(step)
             row = meter.finish(step, taken, asked=stop.requested())
-            if step == trace_step:
-                events = meter.events()
-                if chief:
-                    write_trace(folder / "trace.json", events)
             lost = hopeless(taken, steps.scale)
+            if step == trace_step:
+                trace(folder, meter, chief)
             if config.train.eval_every and (step + 1) % config.train.eval_every == 0 and not lost:
                 heart.beat(step, "evaluate")
                 row[EVAL_KEY] = evaluate(setup, parallel, samples)
             metrics.write(row)
-            following = policy.after(step, taken) if lost else policy.passed(step)
-            if following <= step:
-                if chief:
-                    cut_metrics(folder / "metrics.jsonl", following)
-                step = following
-                continue
-            step = following
+            step = policy.after(step, taken) if lost else policy.passed(step)
             if not lost:
                 show.update(row)
             warn(chief, stragglers.observe(step, meter.computes))
             heart.beat(step, "save", bounded=False)
-            if meter.asked:
-                keeper.finish(step)
-                warn(chief, *keeper.warnings())
-                raise StoppedError(Stop.message(meter.asked, step))
-            keeper.save_if_due(step)
-            warn(chief, *keeper.warnings())
+            save(keeper, step, asked=meter.asked, chief=chief)
         heart.beat(step, "save", bounded=False)
         keeper.finish(step)
         warn(chief, *keeper.warnings())
         write_weights(folder / "weights", world, setup.model, parallel.zero)
         if row:
             show.done(folder)
+
+
+def save(keeper: Keeper, step: int, *, asked: int, chief: bool) -> None:
+    """Between two steps: save what is due. StoppedError, with all on the disk, where a signal ``asked`` for an end."""
+    if not asked:
+        keeper.save_if_due(step)
+        warn(chief, *keeper.warnings())
+        return
+    saved = keeper.finish(step)
+    warn(chief, *keeper.warnings())
+    if not saved:
+        raise WeightsError(f"signal {asked} asked the run to end, and its state could not be saved")
+    raise StoppedError(Stop.message(asked, step))
+
+
+def trace(folder: Path, meter: Meter, chief: bool) -> None:
+    """Write the last step's spans of all ranks to ``trace.json``; collective."""
+    events = meter.events()
+    if chief:
+        write_trace(folder / "trace.json", events)
 
 
 def warn(chief: bool, *lines: str | None) -> None:
