@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Final
 
 import numpy as np
@@ -20,6 +21,23 @@ F, B, W = range(3)
 Ints = NDArray[np.int64]
 _Token = tuple[int, int]
 """(kind, 0 for the rank's first stage or 1 for its second): microbatches follow from the order."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Needs:
+    """For every place of `Lists`: the action of another stage that it waits for, the boundary between, its own number.
+
+    An action's number is its place in the lists, read rank by rank. Behind the last: ``size`` is the start of the step,
+    ``size + 1`` what never ends (padding waits for it), ``size + 2`` where padding writes. What an action needs of its
+    own stage comes before it in the list.
+    """
+
+    size: int
+    present: NDArray[np.bool_]
+    need: Ints
+    boundary: Ints
+    """Stage before the boundary that the data cross between ranks; the last stage: none."""
+    own: Ints
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -55,6 +73,24 @@ class Lists:
         found = np.zeros(self.stages, dtype=np.bool_)
         found[self.stage[self.kinds == W]] = True
         return found
+
+    @cached_property
+    def needs(self) -> Needs:
+        """What each action waits for."""
+        size, stages = self.size, self.stages
+        present = self.kinds >= 0
+        own = np.where(present, np.cumsum(present.ravel()).reshape(present.shape) - 1, size + 2)
+        where = np.full((3, stages, self.microbatches), size + 1)
+        where[self.kinds[present], self.stage[present], self.microbatch[present]] = own[present]
+        step = np.select([self.kinds == F, self.kinds == B], [-1, 1], 0)
+        source = self.stage + step
+        needs = present & (step != 0) & (source >= 0) & (source < stages)
+        need = np.where(present, size, size + 1)
+        need[needs] = where[self.kinds[needs], source[needs], self.microbatch[needs]]
+        apart = np.append(self.homes[:-1] != self.homes[1:], False)
+        before = np.clip(np.minimum(source, self.stage), 0, stages - 1)
+        boundary = np.where(needs & apart[before], before, stages - 1)
+        return Needs(size=size, present=present, need=need, boundary=boundary, own=own)
 
     def live(self) -> Ints:
         """Most microbatch-stages that each rank holds at once: from a forward to the last half of its backward."""

@@ -10,13 +10,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
 
 from plait.core.errors import ScheduleError
 from plait.core.events import COMPUTE, Event
-from plait.planner.fast_lists import KINDS, B, F, Lists, W, make_lists
+from plait.planner.fast_lists import KINDS, B, F, Lists, Needs, W, make_lists
 from plait.schedule.simulate import Cost
 
 Floats = NDArray[np.float64]
@@ -68,17 +69,17 @@ def simulate_lists(lists: Lists, costs: Sequence[Cost], transfer: float | Sequen
         raise ScheduleError(f"schedule {lists.name} has {lists.stages} stages, got {len(costs)} costs")
     table = np.array([[cost.forward, cost.backward, cost.weight] for cost in costs], dtype=np.float64).T
     table[B] += np.where(lists.splits, 0.0, table[W])  # a backward that is not split is one action
-    present = lists.kinds >= 0
-    durations = np.where(present, table[lists.kinds, lists.stage], 0.0)
-    need, lag, own = _needs(lists, across, present)
-    ends = _run(need, lag, durations, own, lists.size)
+    order = lists.needs
+    durations = np.where(order.present, table[lists.kinds, lists.stage], 0.0)
+    lag = np.append(across, 0.0)[order.boundary]
+    ends = _run(order, lag, durations)
     stuck = np.isinf(ends[: lists.size])
     if stuck.any():
         raise ScheduleError(f"schedule {lists.name}: {int(stuck.sum())} of {lists.size} actions can never run")
-    shaped = np.where(present, ends[own], 0.0)
+    shaped = np.where(order.present, ends[order.own], 0.0)
     before = np.concatenate([np.zeros((lists.ranks, 1)), shaped[:, :-1]], axis=1)
-    starts = np.where(present, np.maximum(before, np.where(present, ends[need], 0.0) + lag), 0.0)
-    return Timing(lists=lists, starts=starts, ends=shaped)
+    starts = np.maximum(before, np.where(order.present, ends[order.need], 0.0) + lag)
+    return Timing(lists=lists, starts=np.where(order.present, starts, 0.0), ends=shaped)
 
 
 def _across(lists: Lists, transfer: float | Sequence[float]) -> Floats:
@@ -90,42 +91,17 @@ def _across(lists: Lists, transfer: float | Sequence[float]) -> Floats:
     return across
 
 
-def _needs(
-    lists: Lists, across: Floats, present: NDArray[np.bool_]
-) -> tuple[NDArray[np.int64], Floats, NDArray[np.int64]]:
-    """For every place: the action of another stage that it waits for, the seconds from there, and its own number.
-
-    An action's number is its place in the lists, read rank by rank. Behind the last: ``size`` is the start of the step,
-    ``size + 1`` what never ends (padding waits for it), ``size + 2`` where padding writes. What an action needs of its
-    own stage comes before it in the list.
-    """
-    size, stages, count = lists.size, lists.stages, lists.microbatches
-    numbers = np.cumsum(present.ravel()).reshape(present.shape) - 1
-    own = np.where(present, numbers, size + 2)
-    where = np.full((3, stages, count), size + 1)
-    where[lists.kinds[present], lists.stage[present], lists.microbatch[present]] = own[present]
-    step = np.select([lists.kinds == F, lists.kinds == B], [-1, 1], 0)
-    source = lists.stage + step
-    needs = present & (step != 0) & (source >= 0) & (source < stages)
-    need = np.where(present, size, size + 1)
-    need[needs] = where[lists.kinds[needs], source[needs], lists.microbatch[needs]]
-    homes = lists.homes
-    apart = np.append(homes[:-1] != homes[1:], False)
-    lags = np.append(across, 0.0) * apart
-    lag = np.where(needs, lags[np.clip(np.minimum(source, lists.stage), 0, stages - 1)], 0.0)
-    return need, lag, own
-
-
-def _run(need: NDArray[np.int64], lag: Floats, durations: Floats, own: NDArray[np.int64], size: int) -> Floats:
+def _run(order: Needs, lag: Floats, durations: Floats) -> Floats:
     """The end of every action by its number; infinite for what never runs."""
-    ranks, longest = need.shape
+    ranks, longest = order.need.shape
+    size = order.size
     ends = np.full(size + 3, np.inf)
     ends[size] = 0.0
     # One column of padding more: a rank that is through stays there.
     pad = ((0, 0), (0, 1))
-    needs = np.pad(need, pad, constant_values=size + 1).ravel()
+    needs = np.pad(order.need, pad, constant_values=size + 1).ravel()
     lags, spans = np.pad(lag, pad).ravel(), np.pad(durations, pad).ravel()
-    owns = np.pad(own, pad, constant_values=size + 2).ravel()
+    owns = np.pad(order.own, pad, constant_values=size + 2).ravel()
     places = np.arange(ranks) * (longest + 1)
     clocks = np.zeros(ranks)
     while True:
@@ -161,14 +137,19 @@ def makespan(
     group = ranks if name == "interleaved" and virtual > 1 else 1
     short = _shortest(name, ranks, microbatches, virtual, group)
     while short < microbatches:
-        lists = make_lists(name, ranks=ranks, microbatches=short, virtual=virtual)
+        lists = _kept(name, ranks, short, virtual)
         timing = simulate_lists(lists, costs, transfer)
         period = _period(timing, group)
         if period is not None:
             return timing.makespan + period * ((microbatches - short) // group)
         short += group * math.ceil(short / group)
-    lists = make_lists(name, ranks=ranks, microbatches=microbatches, virtual=virtual)
-    return simulate_lists(lists, costs, transfer).makespan
+    return simulate_lists(_kept(name, ranks, microbatches, virtual), costs, transfer).makespan
+
+
+@lru_cache(maxsize=64)
+def _kept(name: str, ranks: int, microbatches: int, virtual: int) -> Lists:
+    """The lists of short steps, which a search asks for again and again."""
+    return make_lists(name, ranks=ranks, microbatches=microbatches, virtual=virtual)
 
 
 def _shortest(name: str, ranks: int, microbatches: int, virtual: int, group: int) -> int:
