@@ -132,7 +132,7 @@ CONSTANTS: Mapping[str, Constant] = {
     "flash_version.plait.H100": _c(
         0.6, "1", "FlashAttention 2 on Hopper", "Shah et al. 2024, arXiv:2407.08608, figure 5"
     ),
-    "batched_share": _c(0.5, "1", "rate of unfused attention's products relative to a linear layer's", "vtrain_a100"),
+    "batched_share": _c(0.7, "1", "rate of unfused attention's products relative to a linear layer's", "vtrain_a100"),
     # --- memory
     "memory_share": _c(0.75, "of bandwidth", "memory-bound operators", "hardware.json"),
     "optimizer_share": _c(0.70, "of bandwidth", "the optimizer step", "hardware.json"),
@@ -174,7 +174,14 @@ CONSTANTS: Mapping[str, Constant] = {
     "collective_base": _c(23e-6, "s", "fixed latency of a collective", _NCCL),
     # --- overlap
     "contention": _c(0.22, "s/s", "slowing of compute by communication beside it", "llm_foundry_mpt"),
+    "contention.cpu": _c(1.0, "s/s", "the same on a CPU, whose cores do both", "definition"),
+    "gemm_share.cpu": _c(1.0, "of peak", "of a CPU the peak is the best that was measured", "definition"),
     "hidden_share": _c(0.6, "1", "share of compute that data-parallel communication can hide under", "llm_foundry_mpt"),
+    "prefetch_share": _c(
+        0.9, "1", "share of compute that gathers and reductions of zero=3 can hide under", "llm_foundry_mpt"
+    ),
+    "gather_low": _c(0.0, "1", "1: weights of 8-bit products are gathered in 8 bits", "definition"),
+    "gather_low.torchtitan": _c(1.0, "1", "the same: enable_fsdp_float8_all_gather", "torchtitan's recipes"),
     "split_share": _c(
         0.9, "1", "share of tensor-parallel communication that overlap in parts hides", "megatron_bridge_perf"
     ),

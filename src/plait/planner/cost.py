@@ -351,6 +351,8 @@ def _data(machine: Machine, job: Job, stages: Sequence[Stage], paced: Sequence[P
     plan, practice, table, family = job.plan, job.practice, machine.table, machine.family
     mesh = job.mesh
     width = 4.0 if plan.precision == "fp32" else 2.0
+    if plan.zero == 3 and plan.precision == "fp8" and table.of("gather_low", practice.framework):
+        width = 1.0
     kept = practice.grad_bytes or 4.0
     state = practice.optimizer_bytes or (8.0 if plan.precision == "fp32" else 12.0)
     dense, experts = sum(stage.dense for stage in stages), sum(stage.experts for stage in stages)
@@ -383,6 +385,7 @@ def _data(machine: Machine, job: Job, stages: Sequence[Stage], paced: Sequence[P
     moved = shares * (2 * state + kept + width) * table.of("optimizer_passes", family)
     update = moved / machine.optimizer_bandwidth
     if zero == 3:
+        usable = table.of("prefetch_share", family)
         # Every microbatch gathers the weights twice (forward, backward) and reduces its gradients.
         pull = under(
             2 * weights * m, usable * m * (forward + backward) if practice.overlap_weights else 0.0, contention

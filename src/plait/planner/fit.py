@@ -1,7 +1,7 @@
 """Fit the time model's constants on published rows: ``python -m plait.planner.fit PUBLISHED.jsonl [NAME ...]``.
 
-Coordinate descent on the median and mean absolute log error of step times, sources weighed alike, over the sources of
-`constants.FIT_SOURCES` alone. Prints what it found; `constants.py` is edited by hand, so that every value keeps its
+Coordinate descent on the median and mean absolute log error of step times, over the sources of `constants.FIT_SOURCES`
+alone; a source's rows on one node weigh as much as those on several, and as any other source's. Prints what it found; `constants.py` is edited by hand, so that every value keeps its
 reason. NAMES narrow the constants that move.
 """
 
@@ -21,7 +21,7 @@ from plait.planner.cost import predict
 from plait.planner.job import Job
 from plait.planner.published import job_of, rows
 
-MOST_ROWS = 60
+MOST_ROWS = 40
 """Rows of a source that are looked at: every so many of a larger one."""
 FIXED = ("definition", "data sheet")
 """Sources of constants that are not fitted."""
@@ -32,7 +32,7 @@ Rows = Mapping[str, Sequence[tuple[Job, float]]]
 
 
 def measured(path: str, sources: Sequence[str] = FIT_SOURCES) -> Rows:
-    """Source -> its jobs and step times in seconds; identical jobs once, at their mean time."""
+    """Source and kind of cluster -> its jobs and step times in seconds; identical jobs once, at their mean time."""
     found: dict[str, dict[str, list[tuple[Job, float]]]] = defaultdict(lambda: defaultdict(list))
     clusters: dict[str, Topology] = {}
     for row in rows(path):
@@ -45,7 +45,8 @@ def measured(path: str, sources: Sequence[str] = FIT_SOURCES) -> Rows:
         # One object a cluster, so that its jobs share what is cached for it.
         job = replace(job, topology=clusters.setdefault(repr(job.topology), job.topology))
         key = repr((job.model, job.plan, job.topology, job.seq, job.global_batch, job.practice))
-        found[row.source][key].append((job, row.step_time))
+        nodes = "one node" if row.cluster["devices"] <= row.cluster["devices_per_node"] else "several"
+        found[f"{row.source}, {nodes}"][key].append((job, row.step_time))
     result = {}
     for source, alike in found.items():
         means = [(same[0][0], sum(time for _, time in same) / len(same)) for same in alike.values()]

@@ -45,7 +45,11 @@ class Machine:
         self.prologue = table.of("prologue", family)
         self.join = table.of("join", family)
         self.grouped_share = table.of("grouped_share", family)
-        self.gap = table.of("kernel_gap", family) if self.gpu else 0.0
+        launch = self.measured.launch or table.of("launch", family)
+        # A CPU runs its operators itself: what a launch takes is added to each, and nothing runs ahead.
+        own = device.kind == "cpu"
+        self.gap = launch if own else table.of("kernel_gap", family) if self.gpu else 0.0
+        self.launch = 0.0 if own else launch
         self.flash = {
             "attention_f": table.of("flash_forward", family),
             "attention_b": table.of("flash_backward", family),
@@ -57,7 +61,6 @@ class Machine:
         self.optimizer_bandwidth = self.measured.optimizer_bandwidth or (
             device.bandwidth * table.of("optimizer_share", family)
         )
-        self.launch = self.measured.launch or table.of("launch", family)
 
     def peak(self, precision: str) -> float:
         """FLOP/s of the data sheet; a precision that the device lacks runs as bf16, fp16 or fp32."""
@@ -79,6 +82,8 @@ def seconds(machine: Machine, op: Op) -> float:
         return op.bytes / machine.bandwidth + machine.gap * op.kernels
     if op.kind in machine.flash:
         return _attention(machine, op)
+    if op.kind == "grouped" and machine.measured.gemm and not machine.gpu:
+        return op.flops / _measured_rate(machine, op.m, op.n, op.k, op.precision) + machine.gap * op.groups
     if op.kind == "grouped":
         compute = _tiled(machine, op) / machine.grouped_share
         # One launch an expert, on streams of their own: the device sees no gap between them.
