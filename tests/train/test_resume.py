@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
+import itertools
 import json
 import os
 import shutil
 import signal
+import time
 from pathlib import Path
 from typing import Any, cast
 from unittest import mock
@@ -14,6 +17,7 @@ from unittest import mock
 import pytest
 import torch
 
+from plait.checkpoint import disk
 from plait.checkpoint.reader import Checkpoint
 from plait.comm.world import World
 from plait.core.config import dump, load, loads
@@ -345,3 +349,56 @@ def test_missing_and_unknown_tensors_are_named(short: Path, tokens: Path) -> Non
     more = Checkpoint(checkpoint.path, dataclasses.replace(checkpoint.manifest, tensors=tensors))
     with pytest.raises(WeightsError, match=r"holds exp_avg/norm.wieght, which this model does not have"):
         expected(setup, more)
+
+
+# Saves beside training
+
+
+def test_a_save_in_the_background_is_of_one_instant(tokens: Path, tmp_path: Path) -> None:
+    """However slow the disk: tensors and scalars are those of the step, though training goes on (F3)."""
+    write = disk.write
+
+    def slowly(*arguments: Any) -> str:
+        time.sleep(0.1)
+        return write(*arguments)
+
+    more = (*RUN, "checkpoint.every=1", "checkpoint.keep=9")
+    with mock.patch.object(disk, "write", slowly):
+        train(prepare(config(tokens, tmp_path / "beside", *more)), World.alone(), as_json=True)
+    at_once = config(tokens, tmp_path / "at-once", *more, "checkpoint.asynchronous=false")
+    train(prepare(at_once), World.alone(), as_json=True)
+    for step in range(1, 7):
+        found, expected = (
+            Checkpoint.open(tmp_path / run / f"checkpoints/step-0000000{step}") for run in ("beside", "at-once")
+        )
+        assert all(torch.equal(found.read(name), expected.read(name)) for name in expected.names)
+        assert (found.step, found.scalars["sample"]) == (step, step * 4)
+
+
+def test_a_save_that_fails_does_not_end_the_run(
+    tokens: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    write, calls = disk.write, itertools.count()
+
+    def full(*arguments: Any) -> str:
+        if next(calls) == 0:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(*arguments)
+
+    run = config(tokens, tmp_path / "run", *RUN, "checkpoint.every=3")
+    with mock.patch.object(disk, "write", full):
+        train(prepare(run), World.alone(), as_json=True)
+    assert "plait: warning: checkpoint of step 3: " in (said := capfd.readouterr().err)
+    assert "No space left on device" in said
+    assert [path.name for path in (tmp_path / "run/checkpoints").glob("step-*")] == ["step-00000006"]
+    (event,) = [event for event in read(tmp_path / "run" / EVENTS) if event.kind == "checkpoint"]
+    assert event.fields["step"] == 3
+
+
+def test_a_stopped_run_whose_state_cannot_be_saved_says_so(tokens: Path, tmp_path: Path) -> None:
+    def full(*_: Any) -> str:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    run = config(tokens, tmp_path / "run", *RUN)
+    with mock.patch.object(disk, "write", full), pytest.raises(WeightsError, match="could not be saved"):
+        train_until(Connect("", 0), dump(run), 1, 2)
