@@ -120,9 +120,9 @@ def case_of(key: tuple[int, str], rows: Sequence[dict[str, Any]], topology: Topo
         plan=text,
         predicted=predict(job).step_time,
         predicted_memory=memory_of(job),
-        measured=statistics.median(seconds for seconds, _ in counted),
+        measured=statistics.median(seconds for seconds, _, _ in counted),
         memory=statistics.median(row["memory"] for row in rows),
-        foreign=statistics.median(foreign for _, foreign in counted),
+        foreign=statistics.median(foreign for _, foreign, _ in counted),
     )
 
 

@@ -63,19 +63,23 @@ def _measure(world: World, store: Store | None, plan: Plan, steps: int, patience
     groups = [{"params": decay, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW([group for group in groups if group["params"]], lr=1e-4, fused=True)
     everyone = world.group("pp", "dp", "cp", "tp")
+    spans: list[tuple[str, float]] = []
+    world.book.sink = lambda stream, kind, name, start, end, sent=0: spans.append((stream, end - start))
     _step(parallel, optimizer, 0)
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts again from here (proc(5))
     taken = []
     for step in range(1, steps + 1):
         _begin_in_calm(f"step {step}", world.rank, store, patience)
         everyone.barrier()
+        spans.clear()
         busy, own, begin = _busy(), _own(), time.perf_counter()
         _step(parallel, optimizer, step)
         everyone.barrier()
         seconds = time.perf_counter() - begin
+        shares = {kind: sum(took for stream, took in spans if stream == kind) for kind in ("compute", "comm")}
         used = torch.tensor([_own() - own], dtype=torch.float64)
         mine = float(everyone.all_reduce(used).wait())
-        taken.append((seconds, max(0.0, (_busy() - busy - mine) / seconds)))
+        taken.append((seconds, max(0.0, (_busy() - busy - mine) / seconds), shares))
     peak = _status("VmHWM") - (_status("VmRSS") - _status("RssAnon")) - before
     most = everyone.all_reduce(torch.tensor([peak], dtype=torch.float64), "max").wait()
     return {"steps": taken, "memory": float(most)}
