@@ -7,18 +7,18 @@ import dataclasses
 import pytest
 
 from plait.models.config import PRESETS, flops_per_token
-from plait.planner import ops
-from plait.planner.cost import slice_of
+from plait.planner import layers, ops
 from plait.planner.job import Practice
 from plait.planner.ops import Phase, Slice, Work
+from plait.planner.stages import slice_of
 from tests.planner.jobs import LLAMA, MIXTRAL, job
 
 
 def forward_flops(cut: Slice) -> float:
     model = cut.model
-    total = ops.total_flops(ops.head(cut).forward)
+    total = ops.total_flops(layers.head(cut).forward)
     for layer in range(model.num_layers):
-        work = ops.layer(cut, model.moe_of(layer) is not None, model.window_of(layer))
+        work = layers.layer(cut, model.moe_of(layer) is not None, model.window_of(layer))
         total += ops.total_flops(work.forward)
     return total
 
@@ -33,7 +33,7 @@ def test_forward_flops_are_a_third_of_the_models(name: str) -> None:
 
 @pytest.mark.parametrize("kind", ["product", "grouped"])
 def test_products_cost_as_much_in_each_gradient_as_in_forward(kind: str) -> None:
-    work = ops.layer(slice_of(job(model=MIXTRAL)), True, None)
+    work = layers.layer(slice_of(job(model=MIXTRAL)), True, None)
     forward, backward, weight = (
         sum(op.flops for op in phase.ops if op.kind == kind) for phase in (work.forward, work.backward, work.weight)
     )
@@ -43,7 +43,7 @@ def test_products_cost_as_much_in_each_gradient_as_in_forward(kind: str) -> None
 
 
 def test_flash_backward_makes_the_scores_again() -> None:
-    work = ops.layer(slice_of(job()), False, None)
+    work = layers.layer(slice_of(job()), False, None)
     (forward,) = (op.flops for op in work.forward.ops if op.kind == "attention_f")
     (backward,) = (op.flops for op in work.backward.ops if op.kind == "attention_b")
     assert backward == pytest.approx(2.5 * forward)
@@ -51,7 +51,7 @@ def test_flash_backward_makes_the_scores_again() -> None:
 
 def test_attention_over_all_keys_costs_twice_the_causal_one() -> None:
     def core(causal: bool) -> float:
-        work = ops.layer(slice_of(job(practice=Practice(causal=causal))), False, None)
+        work = layers.layer(slice_of(job(practice=Practice(causal=causal))), False, None)
         return sum(op.flops for op in work.forward.ops if op.kind == "attention_f")
 
     assert core(False) == pytest.approx(2 * core(True), rel=1e-3)
@@ -73,7 +73,7 @@ def test_experts_of_any_cut_compute_a_tokens_choice(plan: str) -> None:
     moe = MIXTRAL.moe
     assert moe is not None
     cut = slice_of(job(plan, model=MIXTRAL))
-    rank = grouped(ops.layer(cut, True, None))
+    rank = grouped(layers.layer(cut, True, None))
     tokens = cut.tokens
     assert rank * cut.tp == pytest.approx(6 * tokens * moe.top_k * moe.ffn_size * MIXTRAL.hidden_size)
 
@@ -84,10 +84,10 @@ def sizes(phase: Phase, axis: str, op: str) -> list[float]:
 
 def test_sequence_parallelism_sends_the_bytes_of_all_reduces() -> None:
     activation = 2.0 * 4096 * LLAMA.hidden_size
-    plain = ops.layer(slice_of(job("tp=4 sequence_parallel=false")), False, None)
+    plain = layers.layer(slice_of(job("tp=4 sequence_parallel=false")), False, None)
     assert sizes(plain.forward, "tp", "all_reduce") == [activation] * 2
     assert sizes(plain.backward, "tp", "all_reduce") == [activation] * 2
-    cut = ops.layer(slice_of(job("tp=4")), False, None)
+    cut = layers.layer(slice_of(job("tp=4")), False, None)
     for phase in (cut.forward, cut.backward):
         assert sizes(phase, "tp", "all_gather") == [activation] * 2
         assert sizes(phase, "tp", "reduce_scatter") == [activation] * 2
@@ -97,13 +97,13 @@ def test_sequence_parallelism_sends_the_bytes_of_all_reduces() -> None:
 def test_dispatch_sends_each_choice_of_a_token_there_and_back() -> None:
     moe = MIXTRAL.moe
     assert moe is not None
-    work = ops.layer(slice_of(job("ep=8", model=MIXTRAL)), True, None)
+    work = layers.layer(slice_of(job("ep=8", model=MIXTRAL)), True, None)
     assert sizes(work.forward, "ep", "all_to_all") == [2.0 * 4096 * moe.top_k * MIXTRAL.hidden_size] * 2
 
 
 def test_unfused_attention_moves_its_scores() -> None:
     def moved(attention: str) -> float:
-        work = ops.layer(slice_of(job(practice=Practice(attention=attention))), False, None)
+        work = layers.layer(slice_of(job(practice=Practice(attention=attention))), False, None)
         return sum(op.bytes for op in work.forward.ops if op.part == "core")
 
     scores = 2.0 * LLAMA.num_heads * 4096 * 4096
@@ -112,7 +112,7 @@ def test_unfused_attention_moves_its_scores() -> None:
 
 def test_narrow_products_are_cast() -> None:
     def kernels(plan: str) -> int:
-        return sum(op.kernels for op in ops.layer(slice_of(job(plan)), False, None).forward.ops)
+        return sum(op.kernels for op in layers.layer(slice_of(job(plan)), False, None).forward.ops)
 
     assert kernels("precision=fp8") == kernels("") + 4, "one cast for the input of each of four products"
 
@@ -120,7 +120,7 @@ def test_narrow_products_are_cast() -> None:
 def test_precisions_of_products() -> None:
     def precision(plan: str, **practice: str) -> set[str]:
         cut = slice_of(job(plan, practice=dataclasses.replace(Practice(), **practice)))
-        return {op.precision for op in ops.layer(cut, False, None).forward.ops if op.kind == "product"}
+        return {op.precision for op in layers.layer(cut, False, None).forward.ops if op.kind == "product"}
 
     assert precision("precision=fp8") == {"fp8"}
     assert precision("precision=fp8", fp8="nvfp4") == {"fp4"}

@@ -1,8 +1,9 @@
 """Fit the time model's constants on published rows: ``python -m plait.planner.fit PUBLISHED.jsonl [NAME ...]``.
 
-Coordinate descent on the median and mean absolute log error of step times, over the sources of `constants.FIT_SOURCES`
-alone; a source's rows on one node weigh as much as those on several, and as any other source's. Prints what it found; `constants.py` is edited by hand, so that every value keeps its
-reason. NAMES narrow the constants that move.
+Coordinate descent on the median and mean absolute log error of step times, over the sources of
+`constants.FIT_SOURCES` alone; a source's rows on one node weigh as much as those on several, and as any other
+source's. Prints what it found; `constants.py` is edited by hand, so that every value keeps its reason. NAMES narrow
+the constants that move.
 """
 
 from __future__ import annotations

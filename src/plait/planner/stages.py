@@ -1,0 +1,337 @@
+"""Seconds of the stages of a pipeline: layers on the device and the wire, their recomputation, the host's pace."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from plait.core.plan import Plan
+from plait.core.topology import Topology
+from plait.models.config import ModelConfig
+from plait.models.shapes import parameter_shapes
+from plait.parallel.layout import stage_layers
+from plait.planner import layers
+from plait.planner.constants import DEFAULT, Table
+from plait.planner.job import Job, Practice
+from plait.planner.kernels import Machine, seconds
+from plait.planner.ops import Message, Phase, Slice, parts_of
+from plait.planner.overlap import Share, under
+from plait.planner.wires import Group, collective, exchange
+
+PARTS: Mapping[str, tuple[str, ...]] = {
+    "core_attn": ("core",),
+    "mlp": ("mlp", "act"),
+    "moe_act": ("act",),
+    "mlp_act": ("act",),
+    "layernorm": ("norm",),
+    "mla_up_proj": ("mla_up_proj",),
+    "moe": ("experts", "router", "permute", "act", "shared"),
+}
+"""A part that can be recomputed alone -> the operators it is made of."""
+
+
+class _Same:
+    """A topology and a table as one key that is compared by identity; holding them keeps the identity theirs."""
+
+    def __init__(self, topology: Topology, table: Table) -> None:
+        self.topology, self.table = topology, table
+
+    def __hash__(self) -> int:
+        return hash((id(self.topology), id(self.table)))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and self.topology is other.topology and self.table is other.table
+
+
+@lru_cache(maxsize=1 << 6)
+def _made(key: _Same) -> Machine:
+    return Machine(key.topology, key.table)
+
+
+def machine_of(topology: Topology, table: Table = DEFAULT) -> Machine:
+    """The machine of a topology; one for each topology and table that is held on to."""
+    return _made(_Same(topology, table))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Spent:
+    """One phase of a microbatch: device seconds, launches of the host, communication exposed and hidden by axis."""
+
+    device: float = 0.0
+    launches: float = 0.0
+    exposed: tuple[tuple[str, float], ...] = ()
+    hidden: tuple[tuple[str, float], ...] = ()
+    flops: float = 0.0
+
+    @property
+    def waits(self) -> float:
+        """Seconds of exposed communication."""
+        return sum(value for _, value in self.exposed)
+
+    @property
+    def total(self) -> float:
+        """Device seconds with exposed communication."""
+        return self.device + self.waits
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Stage:
+    """One virtual stage and microbatch: its phases, and parameters of a rank, dense and of experts."""
+
+    forward: Spent
+    backward: Spent
+    weight: Spent
+    dense: float
+    experts: float
+
+
+def _added(parts: Sequence[tuple[Spent, float]]) -> Spent:
+    """The sum of phases, each so many times."""
+    exposed: dict[str, float] = {}
+    hidden: dict[str, float] = {}
+    for spent, times in parts:
+        for axis, value in spent.exposed:
+            exposed[axis] = exposed.get(axis, 0.0) + value * times
+        for axis, value in spent.hidden:
+            hidden[axis] = hidden.get(axis, 0.0) + value * times
+    return Spent(
+        device=sum(spent.device * times for spent, times in parts),
+        launches=sum(spent.launches * times for spent, times in parts),
+        exposed=tuple(exposed.items()),
+        hidden=tuple(hidden.items()),
+        flops=sum(spent.flops * times for spent, times in parts),
+    )
+
+
+def groups_of(cut: Slice) -> dict[str, Group]:
+    """Axis -> the ranks along it."""
+    return {
+        "tp": Group(size=cut.tp, stride=1),
+        "cp": Group(size=cut.cp, stride=cut.tp),
+        "ep": Group(size=cut.ep, stride=cut.etp),
+        "etp": Group(size=cut.etp, stride=1),
+    }
+
+
+def _spent(machine: Machine, cut: Slice, phase: Phase, name: str, parts: frozenset[str] | None = None) -> Spent:
+    """A phase (``F``, ``B`` or ``W``) on the device; ``parts``: only these operators, without messages."""
+    chosen = phase.ops if parts is None else tuple(parts_of(phase, parts))
+    table, practice = machine.table, cut.practice
+    uneven = 1.0 if practice.balanced else table.of("imbalance", machine.family)
+    device = 0.0
+    launches = 0.0
+    core = 0.0
+    for op in chosen:
+        spent = seconds(machine, op)
+        if op.kind == "grouped":
+            spent *= uneven
+        if op.part == "core":
+            core += spent
+        device += spent
+        launches += op.kernels
+    exposed: dict[str, float] = {}
+    hidden: dict[str, float] = {}
+    if parts is None:
+        groups = groups_of(cut)
+        for message in phase.messages:
+            if message.axis == "ep" and cut.model.moe is not None:
+                once = table.of("node_once", practice.framework) > 0
+                cost = exchange(machine, message.size, groups["ep"], cut.model.moe.top_k, once)
+            else:
+                cost = collective(machine, message.op, message.size, groups[message.axis])
+            if cost == 0.0:
+                continue
+            share = _share(machine, cut, message, cost, name, device, core)
+            axis = "tp" if message.axis == "etp" else message.axis
+            exposed[axis] = exposed.get(axis, 0.0) + share.exposed
+            hidden[axis] = hidden.get(axis, 0.0) + share.hidden
+            device += share.slowing
+            launches += 1
+    if name == "B":
+        launches *= table.of("backward_launch", machine.family)
+    return Spent(
+        device=device,
+        launches=launches,
+        exposed=tuple(exposed.items()),
+        hidden=tuple(hidden.items()),
+        flops=sum(op.flops for op in chosen),
+    )
+
+
+def _share(machine: Machine, cut: Slice, message: Message, cost: float, name: str, device: float, core: float) -> Share:
+    """How much of one message the layer's own compute hides."""
+    table, family, practice = machine.table, machine.family, cut.practice
+    contention = table.of("contention", family)
+    if message.op == "ring":
+        return under(cost, core * (cut.cp - 1) / cut.cp, contention)
+    if message.axis in ("tp", "etp"):
+        if name == "W":
+            # The input is gathered again while its gradient is computed.
+            return under(cost, cost, contention)
+        return under(cost, cost * table.of("split_share", family) if practice.overlap_tp else 0.0, contention)
+    if message.axis == "ep" and practice.overlap_ep:
+        return under(cost, min(device, cost * table.of("expert_hidden", family)), contention)
+    return under(cost, 0.0, contention)
+
+
+@lru_cache(maxsize=1 << 14)
+def layer_times(
+    machine: Machine, cut: Slice, experts: bool, window: int | None, mode: str
+) -> tuple[Spent, Spent, Spent]:
+    """F, B, W of a layer; what ``mode`` recomputes is in B."""
+    work = layers.layer(cut, experts, window)
+    forward = _spent(machine, cut, work.forward, "F")
+    backward = _spent(machine, cut, work.backward, "B")
+    weight = _spent(machine, cut, work.weight, "W")
+    if mode == "full":
+        backward = _added([(backward, 1), (forward, 1)])
+    elif mode == "selective" and cut.practice.framework == "torchtitan":
+        # It keeps every second product's output; everything else runs again.
+        backward = _added([(backward, 1), (forward, 1 / 2)])
+    elif mode == "selective":
+        named = cut.practice.recompute_parts or ("core_attn",)
+        parts = frozenset(part for name in named for part in PARTS.get(name, ()))
+        backward = _added([(backward, 1), (_spent(machine, cut, work.forward, "F", parts), 1)])
+    return forward, backward, weight
+
+
+@lru_cache(maxsize=1 << 12)
+def end_times(machine: Machine, cut: Slice, last: bool) -> tuple[Spent, Spent, Spent]:
+    """F, B, W of the embedding, or of the head and the loss."""
+    work = layers.head(cut) if last else layers.embedding(cut)
+    return (
+        _spent(machine, cut, work.forward, "F"),
+        _spent(machine, cut, work.backward, "B"),
+        _spent(machine, cut, work.weight, "W"),
+    )
+
+
+@lru_cache(maxsize=1 << 8)
+def _weights(model: ModelConfig) -> tuple[tuple[float, float], ...]:
+    """(dense, expert) parameters of each layer, then of the embedding, then of the head with its norm."""
+    layers = [[0.0, 0.0] for _ in range(model.num_layers)]
+    embed = head = 0.0
+    for name, shape in parameter_shapes(model).items():
+        part = name.split(".")
+        count = float(math.prod(shape))
+        if part[0] == "layers":
+            layers[int(part[1])][1 if len(shape) == 3 else 0] += count
+        elif part[0] == "embed":
+            embed += count
+        else:
+            head += count
+    return (*((dense, experts) for dense, experts in layers), (embed, 0.0), (head, 0.0))
+
+
+@lru_cache(maxsize=1 << 12)
+def _cut_of(model: ModelConfig, plan: Plan) -> tuple[int, ...]:
+    return stage_layers(model, plan)
+
+
+def _layer_kinds(model: ModelConfig, plan: Plan, first: int, stop: int) -> dict[tuple[bool, int | None, str], int]:
+    """How many layers of each kind (experts, window, recomputation) there are."""
+    if model.moe is None and model.sliding_window is None and plan.recompute in ("none", "full", "selective"):
+        return {(False, None, plan.recompute): stop - first} if stop > first else {}
+    found: dict[tuple[bool, int | None, str], int] = {}
+    for layer in range(first, stop):
+        key = (model.moe_of(layer) is not None, model.window_of(layer), plan.recompute_of(layer))
+        found[key] = found.get(key, 0) + 1
+    return found
+
+
+@lru_cache(maxsize=1 << 13)
+def stages_of(machine: Machine, cut: Slice, plan: Plan) -> tuple[Stage, ...]:
+    """Every virtual stage; equal ones are the same object."""
+    model = cut.model
+    counts = _cut_of(model, plan)
+    weights = _weights(model)
+    found: list[Stage] = []
+    first = 0
+    for index, count in enumerate(counts):
+        parts: list[tuple[tuple[Spent, Spent, Spent], float]] = [
+            (layer_times(machine, cut, *kind), times)
+            for kind, times in _layer_kinds(model, plan, first, first + count).items()
+        ]
+        dense = sum(weights[layer][0] for layer in range(first, first + count)) / cut.tp
+        experts = sum(weights[layer][1] for layer in range(first, first + count)) / (cut.ep * cut.etp)
+        if index == 0:
+            parts.append((end_times(machine, cut, False), 1))
+            dense += weights[-2][0] / cut.tp
+        if index == len(counts) - 1:
+            depth = cut.practice.mtp_layers
+            parts.append((end_times(machine, cut, True), 1 + depth))
+            if depth:
+                kind = (model.moe is not None, None, plan.recompute_of(model.num_layers - 1))
+                parts.append((layer_times(machine, cut, *kind), depth))
+                dense += depth * (weights[-3][0] + 2 * model.hidden_size**2) / cut.tp
+                experts += depth * weights[-3][1] / (cut.ep * cut.etp)
+            dense += weights[-1][0] / cut.tp
+            if model.tied and len(counts) > 1:
+                dense += weights[-2][0] / cut.tp
+        found.append(
+            Stage(
+                forward=_added([(part[0], times) for part, times in parts]),
+                backward=_added([(part[1], times) for part, times in parts]),
+                weight=_added([(part[2], times) for part, times in parts]),
+                dense=dense,
+                experts=experts,
+            )
+        )
+        first += count
+    return tuple(found)
+
+
+def slice_of(job: Job) -> Slice:
+    """A rank's share of a layer under the job."""
+    plan = job.plan
+    return Slice(
+        model=job.model,
+        seq=job.seq,
+        micro=plan.micro,
+        tp=plan.tp,
+        sp=plan.sp,
+        cp=plan.cp,
+        context=plan.context,
+        ep=plan.ep,
+        etp=plan.etp,
+        precision=plan.precision,
+        practice=job.practice,
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Paced:
+    """A stage's F, B, W in seconds with exposed communication, the host's pace in them."""
+
+    forward: float
+    backward: float
+    weight: float
+
+
+def pace_of(machine: Machine, stage: Stage, practice: Practice, microbatches: int) -> Paced:
+    """No phase ends before the host has launched it; ahead in backward, it makes up in the next forward."""
+    f, b, w = stage.forward.total, stage.backward.total, stage.weight.total
+    if practice.graph:
+        return Paced(forward=f, backward=b, weight=w)
+    table, family = machine.table, machine.family
+    launch = machine.launch * table.of("pace", practice.framework)
+    if practice.fused:
+        launch *= table.of("fused_launch", family)
+    # Messages wait for other ranks, so that the host does not get ahead under them.
+    host_f = stage.forward.launches * launch + stage.forward.waits
+    host_b = (stage.backward.launches + stage.weight.launches) * launch + stage.backward.waits + stage.weight.waits
+    # Some operators wait for the host and some for the device: a smooth maximum.
+    power = table.of("pace_join", family)
+    alone = _smooth(f, host_f, power) + _smooth(b + w, host_b, power)
+    many = _smooth(f + b + w, host_f + host_b, power)
+    mean = (alone + (microbatches - 1) * many) / microbatches
+    factor = mean / (f + b + w) if f + b + w else 1.0
+    return Paced(forward=f * factor, backward=b * factor, weight=w * factor)
+
+
+def _smooth(device: float, host: float, power: float) -> float:
+    """The longer of two times, and more where they are near."""
+    low, high = sorted((device, host))
+    return high * (1 + (low / high) ** power) ** (1 / power) if high else 0.0
