@@ -78,10 +78,15 @@ def collective(machine: Machine, op: str, size: float, group: Group) -> float:
         return _exchange(machine, size, group, crossed)
     table, family = machine.table, machine.family
     share = 1.0 if op == "all_reduce" else table.of("gather_share", family)
-    bandwidth = min(_bandwidth(machine, level) * level.lanes for level in crossed) * share
     latency = _latency(machine, crossed, op, group.size)
-    factor = _FACTORS[op] * (group.size - 1) / group.size
-    return float(table.of("collective_base", family) + latency + factor * size / bandwidth)
+    # A ring carries (n-1)/n of everything over each of its links; trees between N nodes only (N-1)/N.
+    around = (group.size - 1) / group.size
+    moved = [
+        ((level.count - 1) / level.count if op == "all_reduce" and level.tier > 0 else around)
+        / (_bandwidth(machine, level) * level.lanes)
+        for level in crossed
+    ]
+    return float(table.of("collective_base", family) + latency + _FACTORS[op] * size * max(moved) / share)
 
 
 def _bandwidth(machine: Machine, level: Level) -> float:
