@@ -17,7 +17,8 @@ from plait.models.shapes import flops_per_token
 from plait.planner.constants import DEFAULT, Table
 from plait.planner.job import Job
 from plait.planner.kernels import Machine
-from plait.planner.overlap import Pipeline, makespan
+from plait.planner.local import span_of
+from plait.planner.overlap import Pipeline
 from plait.planner.prediction import Prediction, RankTime
 from plait.planner.stages import Stage, machine_of, pace_of, slice_of, stages_of
 from plait.planner.updates import Updates, updates
@@ -65,7 +66,7 @@ def predict(job: Job, table: Table = DEFAULT) -> Prediction:
         transfer=hop,
         blocking=not practice.overlap_pp,
     )
-    span = makespan(pipe)
+    span = span_of(pipe, job)
     ranks: list[RankTime] = []
     longest = 0.0
     sums = pipe.rank_sums()

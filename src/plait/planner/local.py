@@ -1,9 +1,17 @@
-"""How plait runs on a host without GPUs: what of communication overlaps there, which is little."""
+"""How plait runs on hosts without GPUs: what of communication overlaps there, and ranks that take turns on cores."""
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 from plait.core.topology import Topology
-from plait.planner.job import PLAIT, Practice
+from plait.planner.job import PLAIT, Job, Practice
+from plait.planner.overlap import Pipeline, makespan
+from plait.schedule.generate import generate
+from plait.schedule.ir import Action, Kind, Schedule
+
+MOST_ACTIONS = 20000
+"""Of a schedule that is walked action by action; longer ones are taken as if every rank worked all the time."""
 
 
 def practice(topology: Topology) -> Practice:
@@ -14,3 +22,68 @@ def practice(topology: Topology) -> Practice:
     if topology.device.kind != "cpu":
         return PLAIT
     return Practice(overlap_grads=False, overlap_weights=False, overlap_pp=False)
+
+
+def span_of(pipe: Pipeline, job: Job) -> float:
+    """Seconds of the pipeline of ``job``: ranks that are more than their host's cores work while others wait."""
+    cores, world = job.topology.cores, job.world_size
+    if cores is None or world <= cores or pipe.ranks == 1 or world > job.topology.tiers[0].size:
+        return makespan(pipe)
+    actions = pipe.microbatches * len(pipe.forward) * 3
+    return makespan(pipe) if actions > MOST_ACTIONS else turns(pipe, world // pipe.ranks, cores)
+
+
+@lru_cache(maxsize=4096)
+def turns(pipe: Pipeline, copies: int, cores: int) -> float:
+    """Seconds of a pipeline each rank of which stands for ``copies`` alike, all on ``cores`` that they share fairly.
+
+    The pipeline's seconds are those of an action while every rank works. A rank whose turn comes oftener, because
+    others wait, is faster in proportion, up to a core of its own.
+    """
+    slowed = max(1.0, pipe.ranks * copies / cores)
+    name = pipe.name if pipe.virtual == 1 or pipe.name != "1f1b" else "interleaved"
+    schedule = generate(name, ranks=pipe.ranks, microbatches=pipe.microbatches, virtual=pipe.virtual)
+    rows = [list(row) for row in schedule.ranks]
+    done: set[Action] = set()
+    at, left = [0] * pipe.ranks, [0.0] * pipe.ranks
+    working = [False] * pipe.ranks
+    now = 0.0
+    while any(at[rank] < len(rows[rank]) for rank in range(pipe.ranks)):
+        for rank, row in enumerate(rows):
+            if not working[rank] and at[rank] < len(row) and _ready(row[at[rank]], schedule, done):
+                working[rank] = True
+                left[rank] = _seconds(row[at[rank]], pipe, schedule) / slowed
+        busy = [rank for rank in range(pipe.ranks) if working[rank]]
+        assert busy, "generated schedules do not deadlock"
+        rate = min(1.0, cores / (len(busy) * copies))
+        passed = min(left[rank] for rank in busy)
+        now += passed / rate
+        for rank in busy:
+            left[rank] -= passed
+            if left[rank] <= 1e-12 * now:
+                done.add(rows[rank][at[rank]])
+                at[rank] += 1
+                working[rank] = False
+    return now
+
+
+def _ready(action: Action, schedule: Schedule, done: set[Action]) -> bool:
+    """Whether what ``action`` takes has been made; a rank's own actions are in order."""
+    stage, microbatch = action.stage, action.microbatch
+    if action.kind is Kind.F:
+        return stage == 0 or Action(Kind.F, stage - 1, microbatch) in done
+    if action.kind is Kind.B:
+        return stage == schedule.stages - 1 or Action(Kind.B, stage + 1, microbatch) in done
+    return True
+
+
+def _seconds(action: Action, pipe: Pipeline, schedule: Schedule) -> float:
+    """Seconds of an action, with the copies of its messages: one in and one out, where it has neighbours."""
+    stage = action.stage
+    if action.kind is Kind.W:
+        return pipe.weight[stage]
+    sides = (stage > 0) + (stage < schedule.stages - 1)
+    if action.kind is Kind.F:
+        return pipe.forward[stage] + sides * pipe.transfer / 2
+    whole = pipe.backward[stage] + (0.0 if stage in schedule.splits else pipe.weight[stage])
+    return whole + sides * pipe.transfer / 2
