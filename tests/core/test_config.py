@@ -29,7 +29,7 @@ moe.capacity_factor moe.drop moe.aux_loss moe.z_loss moe.bias_balance moe.bias_r
 plan.tp plan.pp plan.dp
 plan.cp plan.context plan.ep plan.expert_tp plan.micro plan.schedule plan.virtual plan.live plan.stages plan.zero
 plan.zero_group plan.gather plan.compress plan.node plan.precision plan.recompute
-plan.sequence_parallel plan.bucket_mb run.dir run.processes run.device run.timeout run.threads
+plan.sequence_parallel plan.bucket_mb plan.auto run.dir run.processes run.device run.timeout run.threads
 run.resume run.max_restarts run.grace run.nan run.max_skips run.fallback_plans run.replicas
 checkpoint.dir checkpoint.every checkpoint.keep checkpoint.keep_every checkpoint.asynchronous checkpoint.verify
 """
@@ -392,3 +392,33 @@ def test_experts_are_trained_dropless_and_without_losses_by_default() -> None:
 )
 def test_bad_values_of_experts_are_refused_by_name(line: str, message: str, tmp_path: Path) -> None:
     assert message in refused(tmp_path, f"[moe]\n{line}\n")
+
+
+# A plan that plait makes
+
+
+@pytest.mark.parametrize(
+    ("text", "overrides", "given"),
+    [
+        ('plan = "auto"', [], ()),
+        ("[plan]\nauto = true\ntp = 2\nzero = 1", [], ("tp", "zero")),
+        ("[plan]\nauto = true\ntp = 2", ["plan.auto=false"], None),
+        ("[plan]\ntp = 2", ["plan=auto"], ("tp",)),
+        ("[plan]\ntp = 2", [], None),
+    ],
+)
+def test_auto_leaves_the_plan_to_plait_and_keeps_given_keys(
+    text: str, overrides: list[str], given: tuple[str, ...] | None, tmp_path: Path
+) -> None:
+    config = load(written(tmp_path, text), overrides)
+    assert config.auto == given
+    assert loads(dump(config)) == config
+
+
+def test_auto_without_a_run_file_gives_no_key() -> None:
+    config = load(None, ["plan=auto"])
+    assert (config.auto, config.plan) == ((), Plan())
+
+
+def test_auto_is_true_or_false(tmp_path: Path) -> None:
+    assert "expected true or false" in refused(tmp_path, "[plan]\nauto = 3")

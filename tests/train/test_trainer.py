@@ -100,7 +100,16 @@ def test_the_command_leaves_a_run_folder(tokens: Path, alone: Path, tmp_path: Pa
     assert process.returncode == 0, errors
     assert errors == ""
     assert sorted(path.name for path in folder.iterdir()) == sorted(
-        ["checkpoints", "config.toml", "plan.toml", "device.json", "metrics.jsonl", "trace.json", "weights"]
+        [
+            "checkpoints",
+            "config.toml",
+            "plan.toml",
+            "device.json",
+            "metrics.jsonl",
+            "prediction.json",
+            "trace.json",
+            "weights",
+        ]
     )
     assert "step 4/4" in output
     assert "plait verify run/config.toml" in output

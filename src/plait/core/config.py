@@ -46,6 +46,8 @@ class Config:
     optimizer: OptimizerSection = OptimizerSection()
     moe: MoESection = MoESection()
     plan: Plan = Plan()
+    auto: tuple[str, ...] | None = None
+    """None: ``plan`` is the plan. Else plait makes one, and these keys of ``plan`` are given."""
     run: RunSection = RunSection()
     checkpoint: CheckpointSection = CheckpointSection()
 
@@ -72,6 +74,8 @@ SECTIONS: Mapping[str, type] = {
     "run": RunSection,
     "checkpoint": CheckpointSection,
 }
+
+_AUTO = Key("plan.auto", "bool", "false", 'plait makes the plan; keys beside it are kept. Also `plan = "auto"`.')
 
 KINDS: Mapping[str, Mapping[str, Any]] = {
     section: {name: kind for name, kind in get_type_hints(cls).items() if name != "fields"}
@@ -107,8 +111,11 @@ def _config(
     tables: Mapping[str, Mapping[str, object]], overrides: Sequence[str], path: Path | None, folder: Path, here: Path
 ) -> Config:
     values: dict[str, dict[str, Any]] = {section: {} for section in SECTIONS}
+    auto = False
     for section, table in tables.items():
         _known_section(section, f"{path}: ")
+        if section == "plan":
+            auto, table = _auto(table, f"{path}: ")
         if not isinstance(table, Mapping):
             raise ConfigError(f"{path}: {section} = {table!r}: expected a section [{section}]")
         for name, value in table.items():
@@ -116,6 +123,11 @@ def _config(
             values[section][name] = _value(section, name, value, folder, where)
     overridden = set()
     for override in overrides:
+        if override.replace(" ", "") in ("plan=auto", "plan.auto=true", "plan.auto=false"):
+            auto = not override.endswith("false")
+            if auto and tables is DEFAULT:
+                values["plan"].clear()  # nobody asked for its keys
+            continue
         section, name, text = _split(override)
         overridden.add(f"{section}.{name}")
         kind = _kind(section, name, f"--set {override}: ")
@@ -134,6 +146,7 @@ def _config(
         optimizer=OptimizerSection(**values["optimizer"]),
         moe=MoESection(**values["moe"]),
         plan=Plan(**values["plan"]),
+        auto=tuple(sorted(values["plan"])) if auto else None,
         run=RunSection(**values["run"]),
         checkpoint=CheckpointSection(**values["checkpoint"]),
     )
@@ -144,6 +157,9 @@ def dump(config: Config) -> str:
     blocks = []
     for section in SECTIONS:
         lines = _model_lines(config.model) if section == "model" else toml_lines(getattr(config, section))
+        if section == "plan" and config.auto is not None:
+            given = [line for line in lines if line.partition(" = ")[0] in config.auto]
+            lines = ["auto = true", *given]
         blocks.append("\n".join([f"[{section}]", *lines]))
     return "\n\n".join(blocks) + "\n"
 
@@ -171,6 +187,8 @@ def keys() -> list[Key]:
         rows += describe(cls, section)
         if section == "model":
             rows += [Key(f"model.{name}", type_words(kind), "unset", doc) for name, (kind, doc) in MODEL_FIELDS.items()]
+        if section == "plan":
+            rows.append(_AUTO)
     return rows
 
 
@@ -198,6 +216,17 @@ def _read(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path}: not UTF-8 text: {error.reason} at byte {error.start}") from error
     except OSError as error:
         raise ConfigError(f"run file {path}: {error.strerror}") from error
+
+
+def _auto(table: Any, where: str) -> tuple[bool, Any]:
+    """Whether plait makes the plan (``plan = "auto"``, or ``auto = true`` in [plan]), and the keys that are given."""
+    if table == "auto":
+        return True, {}
+    if not isinstance(table, Mapping) or "auto" not in table:
+        return False, table
+    if not isinstance(table["auto"], bool):
+        raise ConfigError(f"{where}[plan] auto = {table['auto']!r}: expected true or false")
+    return table["auto"], {name: value for name, value in table.items() if name != "auto"}
 
 
 def _known_section(section: str, where: str) -> None:

@@ -90,14 +90,17 @@ def read(folder: Path) -> Report:
         steps=len(rows),
         loss=(losses[0], losses[-1]) if losses else None,
         eval_loss=held_out[-1] if held_out else None,
-        compared=tuple(compare(promise, rows)),
+        compared=tuple(compare(promise, rows, _object(folder / "device.json").get("process_bytes") or 0)),
         events=tuple(_lines(folder / "events.jsonl")),
         cause=_cause(folder / "flight" / "cause.txt"),
     )
 
 
-def compare(promise: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> list[Compared]:
-    """Promise beside fact, in the order in which they are shown; medians over the steps behind the first `WARM`."""
+def compare(promise: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], process: int = 0) -> list[Compared]:
+    """Promise beside fact, in the order in which they are shown; medians over the steps behind the first `WARM`.
+
+    ``process``: bytes that a rank's process takes without a model, where measured peaks are those of the process.
+    """
     steady = rows[WARM:] if len(rows) > 2 * WARM else rows
     found = [
         Compared(what=what, unit=unit, predicted=promise.get(key), measured=_median(steady, key))
@@ -121,7 +124,7 @@ def compare(promise: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> li
             Compared(
                 what=f"memory of rank {rank}",
                 unit="B",
-                predicted=expected[rank] if rank < len(expected) else None,
+                predicted=expected[rank] + process if rank < len(expected) else None,
                 measured=peaks[rank] if rank < len(peaks) else None,
             )
         )

@@ -42,6 +42,30 @@ PEAK_FLOPS: Mapping[str, tuple[float, float | None]] = {
 """Start of a device's name -> dense (bf16 tensor core, fp32) operations a second, of NVIDIA's data sheets."""
 
 
+def axis_of(group: str) -> str:
+    """The key of ``comm_bytes`` under which what a group sends is booked."""
+    whole = group.partition("/")[0].partition(" ")[0]
+    return _HOME.get(whole, whole)
+
+
+def resident_bytes() -> int:
+    """Most memory that this process has held so far."""
+    # ru_maxrss is in bytes on macOS, in KiB elsewhere (getrusage(2)).
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def process_bytes(device: torch.device) -> int:
+    """What a rank's process takes before it holds a model: on a CPU measured peaks have it on top. 0 on a GPU."""
+    if device.type != "cpu":
+        return 0
+    # What a first step brings, whatever the model: torch's compiler, imported by its optimizers, and oneDNN and MKL.
+    weight = torch.nn.Parameter(torch.ones(8, 8))
+    optimizer = torch.optim.AdamW([weight], fused=True)
+    (weight @ weight).sum().backward()  # type: ignore[no-untyped-call]
+    optimizer.step()
+    return resident_bytes()
+
+
 def device_facts(setup: Setup, device: torch.device) -> dict[str, object]:
     """What ``device.json`` says: the device, and the peak that ``mfu`` is measured against (null: unknown)."""
     if device.type == "cpu":
@@ -155,8 +179,7 @@ class Meter:
         numbers = [computed, first, last, waited, seconds, self._memory(), asked]
         sent = dict.fromkeys(AXES, 0)
         for group, count in self._world.book.ledger.by_axis().items():
-            whole = group.partition("/")[0].partition(" ")[0]
-            sent[_HOME.get(whole, whole)] += count
+            sent[axis_of(group)] += count
         stages = torch.zeros(self._setup.plan.stage_count, 3, 2, dtype=torch.float64)
         for span in compute:
             stage, kind = int(span.name.partition(span.kind)[0]), "FBW".index(span.kind)
@@ -168,8 +191,7 @@ class Meter:
         """Peak bytes of this rank so far: of the GPU's allocator, or of the process."""
         if self._world.device.type == "cuda":
             return torch.cuda.max_memory_allocated(self._world.device)
-        # ru_maxrss is in bytes on macOS, in KiB elsewhere (getrusage(2)).
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+        return resident_bytes()
 
     def _prediction(self, sums: Tensor, step_time: float) -> float | None:
         """`_predicted` on the rank that keeps the file; anew when this takes no more than `SHARE` of the run."""

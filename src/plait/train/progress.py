@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from time import monotonic
 from types import TracebackType
@@ -17,6 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from plait.models.config import parameter_count
+from plait.telemetry import report
 from plait.telemetry.record import EVAL_KEY
 from plait.train.run import Setup
 
@@ -92,9 +94,11 @@ class Progress:
             return
         self.__exit__(None, None, None)
         if self._json:
+            compared = [asdict(row) | {"error": row.error} for row in report.read(folder).compared]
             result = {"run_dir": str(folder), "steps": len(self._losses), "loss": self._losses[-1]}
-            print(json.dumps(result), flush=True)
+            print(json.dumps(result | {"compared": compared}), flush=True)
         else:
+            self._console.print(report.table(report.read(folder).compared))
             self._console.print(self._summary(folder), soft_wrap=True)
 
     def picture(self) -> RenderableType:

@@ -76,6 +76,8 @@ def prepare(config: Config, *, world_size: int | None = None) -> Setup:
     and model keys that do not fit, PlanError for a plan that cannot work.
     """
     check_paths(config)
+    if config.auto is not None:
+        raise ConfigError("[plan] auto = true: the plan is not made yet; plait.train.auto.planned(config) makes it")
     model = model_config(config)
     size = world_size if world_size is not None else _world_size(config)
     seq = config.data.seq

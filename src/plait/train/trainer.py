@@ -20,7 +20,7 @@ from plait.train.data import Samples
 from plait.train.exchange import make_tokens, shared_folder, write_weights
 from plait.train.heartbeat import Heartbeat
 from plait.train.launch import Place, Worker, launch, placed
-from plait.train.measure import Meter, device_facts
+from plait.train.measure import Meter, device_facts, process_bytes
 from plait.train.nan import NaNPolicy, hopeless
 from plait.train.progress import Progress, heading
 from plait.train.restart import RANK, supervise
@@ -49,6 +49,9 @@ def start(config: Config, *, as_json: bool = False) -> None:
             Console(highlight=False).print(heading(setup), soft_wrap=True)
         if place is None:
             open_samples(setup)  # text becomes tokens once, and data that cannot serve is refused here
+        from plait.train.promise import write_promise  # ranks that a launcher starts do without the planner
+
+        write_promise(setup)
     if place is None and setup.world_size > 1:
         supervise(config, setup.world_size, as_json=as_json)
         return
@@ -98,10 +101,11 @@ def train(setup: Setup, world: World, *, as_json: bool = False, worker: Worker |
         place=Place(rank=world.rank, local_rank=world.rank, world_size=1), device="cpu", timeout=0
     )
     samples = open_samples(setup)
+    process = process_bytes(world.device)
     parallel = build(setup, world)
     recorder = Recorder(world.rank)
     world.book.sink = recorder.add
-    facts = device_facts(setup, world.device)
+    facts = device_facts(setup, world.device) | {"process_bytes": process}
     peak = facts["peak_flops"]
     meter = Meter(setup, parallel, recorder, peak if isinstance(peak, float) else None)
     steps = Steps(setup, parallel, samples, config.train.steps)
