@@ -13,9 +13,9 @@ import pytest
 from plait.core.errors import PlaitError
 from plait.core.events import bubble
 from plait.core.topology import GemmPoint, Measured
-from plait.models.config import PRESETS, flops_per_token
+from plait.models.config import PRESETS, ModelConfig, flops_per_token
 from plait.planner.clusters import cluster
-from plait.planner.constants import FIT_SOURCES
+from plait.planner.constants import CONSTANTS, FIT_SOURCES
 from plait.planner.cost import predict, stage_costs, timeline
 from plait.planner.fast_simulate import makespan as simulated
 from plait.planner.job import Practice
@@ -178,12 +178,14 @@ def test_experts() -> None:
     assert predict(job("ep=8", model=MIXTRAL)).ranks[0].exposed["ep"] > 0
 
 
-def test_the_interval_is_wider_for_experts_and_for_several_nodes() -> None:
-    def spread(found_in: object) -> float:
-        found = predict(found_in)  # type: ignore[arg-type]
-        return found.high / found.low
-
-    assert spread(job("")) < spread(job("", devices=16)) < spread(job("ep=8", model=MIXTRAL, devices=16))
+@pytest.mark.parametrize(
+    ("devices", "model", "kind"),
+    [(8, LLAMA, "dense"), (16, LLAMA, "dense_nodes"), (8, MIXTRAL, "experts"), (16, MIXTRAL, "experts_nodes")],
+)
+def test_the_interval_is_that_of_its_kind(devices: int, model: ModelConfig, kind: str) -> None:
+    found = predict(job("ep=8" if model.moe else "", devices=devices, model=model))
+    assert math.log(found.high / found.step_time) == pytest.approx(CONSTANTS[f"spread.{kind}"].value)
+    assert math.log(found.step_time / found.low) == pytest.approx(CONSTANTS[f"spread.{kind}"].value)
 
 
 def test_timeline_is_the_pipeline_of_the_stage_costs() -> None:

@@ -195,9 +195,11 @@ CONSTANTS: Mapping[str, Constant] = {
     ),
     "owner.internevo": _c(2.5e-3, "s", "the same under InternEvo", "internevo"),
     # --- interval
-    "spread": _c(0.12, "1", "80% of residuals of the log of step time, dense, one node", "fit sources"),
-    "spread_nodes": _c(0.04, "1", "added to it for several nodes", "fit sources"),
-    "spread_experts": _c(0.06, "1", "added to it for experts", "fit sources"),
+    "spread": _c(0.12, "1", "80% of residuals of the log of step time are within", "all kinds"),
+    "spread.dense": _c(0.11, "1", "the same, dense on one node", "fit sources"),
+    "spread.dense_nodes": _c(0.10, "1", "the same, dense on several nodes", "fit sources"),
+    "spread.experts": _c(0.28, "1", "the same, experts on one node", "fit sources"),
+    "spread.experts_nodes": _c(0.16, "1", "the same, experts on several nodes", "fit sources"),
 }
 
 

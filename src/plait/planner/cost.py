@@ -126,12 +126,7 @@ def _prediction(
     hardware = sum(s.forward.flops + s.backward.flops + s.weight.flops for s in stages)
     hardware *= job.microbatches * job.dp * job.plan.cp * job.plan.tp
     peak = job.topology.device.peaks.get(slice_of(job).products)
-    table, family = machine.table, machine.family
-    spread = table.of("spread", family)
-    if world > job.topology.tiers[0].size:
-        spread += table.of("spread_nodes", family)
-    if job.model.moe is not None:
-        spread += table.of("spread_experts", family)
+    spread = machine.table.of("spread", kind_of(job))
     bubble = sum(rank.bubble for rank in ranks) / (len(ranks) * step)
     return Prediction(
         step_time=step,
@@ -144,6 +139,12 @@ def _prediction(
         bubble_rate=bubble,
         ranks=tuple(ranks),
     )
+
+
+def kind_of(job: Job) -> str:
+    """The kind of job whose residuals are alike: dense or experts, on one node or on several."""
+    nodes = "_nodes" if job.world_size > job.topology.tiers[0].size else ""
+    return ("dense" if job.model.moe is None else "experts") + nodes
 
 
 @lru_cache(maxsize=1 << 10)

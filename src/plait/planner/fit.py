@@ -18,7 +18,7 @@ from dataclasses import replace
 from plait.core.errors import PlaitError
 from plait.core.topology import Topology
 from plait.planner.constants import CONSTANTS, DEFAULT, FIT_SOURCES
-from plait.planner.cost import predict
+from plait.planner.cost import kind_of, predict
 from plait.planner.job import Job
 from plait.planner.published import job_of, rows
 
@@ -83,6 +83,16 @@ def descend(data: Rows, names: Sequence[str], rounds: int) -> tuple[float, dict[
     return best, values
 
 
+def spreads(data: Rows, values: Mapping[str, float]) -> dict[str, float]:
+    """Kind of job -> the log error that 80% of its rows stay within."""
+    table = DEFAULT.replace(values)
+    errors: dict[str, list[float]] = defaultdict(list)
+    for pairs in data.values():
+        for job, time in pairs:
+            errors[kind_of(job)].append(abs(math.log(predict(job, table).step_time / time)))
+    return {kind: sorted(found)[int(len(found) * 4 / 5)] for kind, found in errors.items()}
+
+
 def main(arguments: Sequence[str]) -> int:
     """The command."""
     parser = argparse.ArgumentParser(prog="python -m plait.planner.fit", description=__doc__)
@@ -103,6 +113,8 @@ def main(arguments: Sequence[str]) -> int:
         if value != CONSTANTS[name].value:
             print(f"{name}: {CONSTANTS[name].value:.4g} -> {value:.4g}")
     print(f"loss {best:.4f}")
+    for kind, spread in sorted(spreads(data, values).items()):
+        print(f"spread.{kind}: {spread:.2f}")
     return 0
 
 
