@@ -29,10 +29,12 @@ _CHUNK: Final = 1 << 20
 """Logits that plait's loss takes to fp32 at a time (`plait.parallel.vocab`)."""
 
 
-def norm(model: ModelConfig, at: Local, *, saved_input: bool = True) -> Step:
+def norm(model: ModelConfig, at: Local, practice: Practice, *, saved_input: bool = True) -> Step:
     """The norm before a branch: its input (the residual stream) and the scales; its result is kept by the branch."""
     statistics = WIDE * at.own if model.norm == "rmsnorm" else 2 * at.width * at.own
-    return Step(kind="norm", keeps=(at.stream if saved_input else 0.0) + statistics, backward=2 * at.stream)
+    # plait's backward works in fp32, beside what comes: the normalised rows, their gradient, and the product of both.
+    work = 3.0 * WIDE * at.own * at.hidden + at.stream if is_plait(practice) and model.norm == "rmsnorm" else 2 * at.stream
+    return Step(kind="norm", keeps=(at.stream if saved_input else 0.0) + statistics, backward=work)
 
 
 def dropout(model: ModelConfig, at: Local, practice: Practice) -> Step:
@@ -50,13 +52,11 @@ def layer_steps(
     """One layer's steps; ``mode``: its recomputation. The last of its steps stands for what recomputation makes."""
     moe = model.moe_of(layer)
     heads = latent(model, at, practice) if model.mla is not None else attention(model, at, practice, layer)
-    steps = [norm(model, at), *heads, dropout(model, at, practice), norm(model, at)]
+    steps = [norm(model, at, practice), *heads, dropout(model, at, practice), norm(model, at, practice)]
     if moe is None:
         steps += mlp(model, at, practice, at.ffn)
     else:
         steps += experts(model, at, practice, moe)
-        if moe.shared_ffn:
-            steps += mlp(model, at, practice, moe.shared_ffn // at.tp, "shared")
     steps.append(dropout(model, at, practice))
     return recomputed(steps, at, practice, mode)
 
@@ -177,7 +177,7 @@ def head_steps(model: ModelConfig, plan: Plan, practice: Practice, at: Local) ->
         backward=gathered + at.wide_stream + temporary,
     )
     into = Step(kind="norm", keeps=at.stream)
-    return norm(model, at), into, head, loss
+    return norm(model, at, practice), into, head, loss
 
 
 def total(steps: Sequence[Step]) -> float:

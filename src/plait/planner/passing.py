@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from plait.planner.constants_memory import CONTEXT, RESERVED
 from plait.planner.habits import habits_of
@@ -21,8 +20,9 @@ def passing(job: Job, parts: Mapping[str, Part], held: Sequence[Mapping[str, int
     plan = job.plan
     if plan.zero < 2:
         return 0.0, 0.0
-    weights = max(_coming([_whole(job, unit) for unit in units]) for units in map(_units(parts), held))
-    gradients = max(_coming([_grads(job, unit) for unit in units]) for units in map(_units(parts), held))
+    # Activations are fullest where backward begins: its last units are there then, the gradients of what lies behind.
+    weights = max(sum(_whole(job, unit) for unit in _units(parts, stage)[-2:]) for stage in held)
+    gradients = max(sum(_grads(job, unit) for unit in _units(parts, stage)[-2:][_behind(stage) :]) for stage in held)
     every = [(parts[part], count) for stage in held for part, count in stage.items() if part in parts]
     all_weights = sum(_whole(job, part) * count for part, count in every)
     if plan.zero == 2 and habits_of(job.practice).fsdp:
@@ -36,15 +36,15 @@ def passing(job: Job, parts: Mapping[str, Part], held: Sequence[Mapping[str, int
     return weights, weights + gradients
 
 
-def _units(parts: Mapping[str, Part]) -> Callable[[Mapping[str, int]], list[Part]]:
-    """From what a stage holds to its units in forward order; of layers that are alike no more than two."""
+def _units(parts: Mapping[str, Part], stage: Mapping[str, int]) -> list[Part]:
+    """A stage's units in forward order; of layers that are alike no more than two."""
     order = ("embed", "dense", "moe", "tail")
-    return lambda stage: [parts[name] for name in order if name in parts for _ in range(min(2, stage.get(name, 0)))]
+    return [parts[name] for name in order if name in parts for _ in range(min(2, stage.get(name, 0)))]
 
 
-def _coming(sizes: Sequence[float]) -> float:
-    """The most of two neighbours."""
-    return max((sum(pair) for pair in itertools.pairwise(sizes)), default=sum(sizes))
+def _behind(stage: Mapping[str, int]) -> int:
+    """How many of the last two units have no gradient yet in the backward of a stage's last layer."""
+    return 0 if "tail" in stage else -1
 
 
 def _whole(job: Job, part: Part) -> float:

@@ -25,7 +25,7 @@ def mlp(model: ModelConfig, at: Local, practice: Practice, ffn: int, kind: str =
         forward=fp8_up + gathered,
         backward=up + gathered + max(at.wide_stream + temp_up, fp8_back),
     )
-    eager = habits_of(practice).eager and not practice.fused
+    eager = not plait and habits_of(practice).eager
     kept = up + (inner if eager and model.gated else 0.0)
     # Gradient of the result, of one factor, and of the other.
     act = Step(kind=f"{kind} act", keeps=kept, forward=0.0, backward=(3 if model.gated else 2) * inner)
@@ -42,6 +42,7 @@ def mlp(model: ModelConfig, at: Local, practice: Practice, ffn: int, kind: str =
 def experts(model: ModelConfig, at: Local, practice: Practice, moe: MoEConfig) -> list[Step]:
     """Router, dispatch, the experts' two products, and the way back. Routing is even."""
     e, plait = at.width, is_plait(practice)
+    shared = mlp(model, at, practice, moe.shared_ffn // at.tp, "shared") if moe.shared_ffn else []
     rows = at.rows / at.tp if plait or at.sp else at.rows
     share = min(1.0, moe.capacity_factor) if moe.capacity_factor is not None else 1.0
     sent = rows * moe.top_k * share
@@ -66,6 +67,7 @@ def experts(model: ModelConfig, at: Local, practice: Practice, moe: MoEConfig) -
         return [
             router,
             Step(kind="dispatch", keeps=routing, forward=moved, backward=moved),
+            *shared,
             Step(kind="experts", keeps=computed_bytes, waits=computed_bytes + 2 * inner, backward=2 * computed_bytes),
             Step(kind="moe act", keeps=2 * inner, backward=3 * inner),
             Step(kind="experts", keeps=inner, waits=computed_bytes + inner, forward=computed_bytes, backward=inner),
@@ -74,7 +76,9 @@ def experts(model: ModelConfig, at: Local, practice: Practice, moe: MoEConfig) -
     slots = max(1, moe.num_experts // at.ep)
     arrived = computed_bytes if apart else 0.0
     product = sent_bytes + arrived + 4 * inner + computed_bytes + 2 * computed_bytes / slots
-    back = sent_bytes + arrived + 3 * inner + (2 * computed_bytes + 2 * sent_bytes if apart else computed_bytes)
+    # On the way back: what came and what goes, each once as it lies on the wire and once sorted.
+    wire = 2 * arrived if at.ep > 1 else arrived
+    back = 2 * sent_bytes + wire + 3 * inner + (2 * computed_bytes + 2 * sent_bytes if apart else computed_bytes)
     work = Step(
         kind="experts",
         keeps=computed_bytes + 2 * inner,
@@ -88,4 +92,5 @@ def experts(model: ModelConfig, at: Local, practice: Practice, moe: MoEConfig) -
         forward=2 * wide + rows * at.hidden * e,
         backward=wide + 2 * sent * at.hidden * WIDE,
     )
-    return [router, go, work, weighing]
+    # The shared expert runs while the rows travel, and its backward after the experts'.
+    return [router, go, *shared, work, weighing]

@@ -45,6 +45,8 @@ class _Run:
     waits: float
     inner: float
     """The most in the backward of one of them, over what it keeps."""
+    split: float
+    """The same of a split backward, in which what waits for the weight gradient stays."""
 
 
 @lru_cache(maxsize=8192)
@@ -136,12 +138,13 @@ def _first_of(model: ModelConfig, experts: bool, window: int | None) -> int:
 @lru_cache(maxsize=8192)
 def _run(steps: tuple[Step, ...], count: int, at: Local) -> _Run:
     keeps = sum(step.keeps for step in steps)
-    left = most = 0.0
-    left = keeps
+    left, waiting, most, split = keeps, 0.0, 0.0, 0.0
     for step in reversed(steps):
         most = max(most, left + step.backward)
+        split = max(split, left + waiting + step.backward)
         left -= step.keeps
-    return _Run(steps=steps, count=count, keeps=keeps, waits=sum(step.waits for step in steps), inner=most - keeps)
+        waiting += step.waits
+    return _Run(steps=steps, count=count, keeps=keeps, waits=waiting, inner=most - keeps, split=split - keeps)
 
 
 def _head(model: ModelConfig, plan: Plan, practice: Practice, at: Local) -> _Run:
@@ -171,7 +174,10 @@ def _backward(runs: list[_Run], keeps: float, at: Local, *, last: bool, split: b
     for place, run in enumerate(reversed(runs)):
         head = last and place == 0
         stream = 0.0 if head else at.stream
+        if last and not head and run.steps[0].kind == "residual":
+            stream += at.stream  # a block that is computed again makes its result again as well
+        inner = (run.split if split else run.inner) + stream
         step = (run.waits if split else 0.0) - run.keeps
-        most = max(most, change + run.inner + stream, change + step * (run.count - 1) + run.inner + stream)
+        most = max(most, change + inner, change + step * (run.count - 1) + inner)
         change += step * run.count
     return max(most, 0.0)
