@@ -144,7 +144,10 @@ CONSTANTS: Mapping[str, Constant] = {
     "launch.TPU": _c(0.0, "s", "host time of one operator: compiled programs", "definition"),
     "launch.cpu": _c(0.0, "s", "host time of one operator: in its own time", "definition"),
     "pace": _c(1.0, "1", "host time of an operator under a framework, relative to `launch`", "definition"),
-    "pace.megatron-deepspeed": _c(4.5, "1", "the same under DeepSpeed's engine and hooks", "vtrain_a100"),
+    "pace.megatron-deepspeed-profiled": _c(4.5, "1", "the same, its engine's hooks under a tracer", "vtrain_a100"),
+    "pace.megatron-deepspeed": _c(
+        2.25, "1", "the same without: tracing about doubles a launch", "half of the one above"
+    ),
     "pace_join": _c(
         3.0, "1", "power of the norm that joins the device's and the host's time of a phase", "vtrain_a100"
     ),
@@ -189,7 +192,6 @@ CONSTANTS: Mapping[str, Constant] = {
     "node_once": _c(0.0, "1", "1: a token goes to a node once, whatever number of its experts is there", "definition"),
     "node_once.megatron": _c(1.0, "1", "the same: DeepEP and HybridEP", "definition"),
     "imbalance": _c(1.3, "1", "rows of the fullest rank's experts over the mean, routing not forced even", "moe"),
-    "straggle": _c(0.0, "1", "slowing a doubling of nodes (jitter that all wait for)", "llm_foundry_mpt"),
     "owner": _c(
         0.0, "s", "sending of one owner's new weights, where each owner of state broadcasts its own", "definition"
     ),

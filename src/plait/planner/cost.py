@@ -77,9 +77,7 @@ def predict(job: Job, table: Table = DEFAULT) -> Prediction:
         tail = data.grads.added + data.weights.added + data.optimizer + other
         longest = max(longest, tail)
         ranks.append(_rank(rank, [stages[s] for s in held], sums[rank], m, span, data, hop, other))
-    nodes = job.world_size / job.topology.tiers[0].size
-    jitter = 1.0 + machine.table.of("straggle", machine.family) * math.log2(max(1.0, nodes))
-    step = (span + longest) * jitter
+    step = span + longest
     return _prediction(job, machine, stages, step, ranks)
 
 

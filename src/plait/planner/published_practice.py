@@ -47,7 +47,9 @@ def _megatron_2021(row: Row) -> Practice:
 
 def _vtrain(row: Row) -> Practice:
     """Megatron-DeepSpeed reduces fp16 gradients: the step time's growth from dp=1 to dp=2 is that of 2 bytes each."""
-    return replace(_megatron_2021(row), framework="megatron-deepspeed", grad_bytes=2)
+    # One node's rows are put together from profiled layers: every launch was traced.
+    framework = "megatron-deepspeed-profiled" if row.flags.get("set") == "single" else "megatron-deepspeed"
+    return replace(_megatron_2021(row), framework=framework, grad_bytes=2)
 
 
 def _sc21(row: Row) -> Practice:
