@@ -66,3 +66,11 @@ def train_in_pool(connect: Connect, text: str, world_size: int) -> None:
     """One rank of a training run on the test session's workers."""
     setup = prepare(loads(text), world_size=world_size)
     train(setup, connect(setup.plan.mesh(world_size)), as_json=True)
+
+
+def deaf(worker: Worker, folder: str) -> None:
+    """A rank that says where it is, and heeds no signal."""
+    draft = Path(folder) / f"{worker.place.rank}.tmp"
+    draft.write_text(json.dumps({"pid": os.getpid()}))
+    draft.rename(Path(folder) / f"{worker.place.rank}.json")
+    time.sleep(60)

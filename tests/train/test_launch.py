@@ -200,13 +200,13 @@ def test_the_first_failure_is_reported(tmp_path: Path, monkeypatch: pytest.Monke
         monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / f"error-{rank}.json"))
         assert write_error(error) == (5 if rank == 2 else 4)
     ended = [Ended(rank=rank, code=1, report=_report(tmp_path, rank)) for rank in (0, 2)]
-    failed = _failure(ended, 3, tmp_path)
+    failed = _failure(ended, [0, 0, 0], tmp_path)
     assert isinstance(failed, WorkerFailed)
     assert str(failed).startswith("rank 2 of 3 failed: these weights are damaged")
     assert (failed.exit_code, failed.rank, failed.cause) == (5, 2, "error")
     # One that died without a word did not die of another's failure.
     ended.append(Ended(rank=1, code=-signal.SIGSEGV, report=None))
-    failed = _failure(ended, 3, tmp_path)
+    failed = _failure(ended, [0, 0, 0], tmp_path)
     assert "rank 1 of 3 was ended by signal 11 (SIGSEGV)" in str(failed)
 
 

@@ -101,7 +101,8 @@ def read_beat(folder: Path, rank: int) -> Beat | None:
 
 @final
 class Lookout:
-    """Tells which of a launcher's ranks hangs: bounded by its last beat, and without a sign of life for ``timeout``."""
+    """Tells which of a launcher's ranks hangs: bounded by its last beat, or stopped, and without a sign of life for
+    ``timeout`` seconds."""
 
     def __init__(self, folder: Path, ranks: int, timeout: float) -> None:
         self._folder = folder
@@ -116,7 +117,8 @@ class Lookout:
         for rank in range(len(self._seen)):
             beat = read_beat(self._folder, rank)
             sign = (beat and beat.count, flight.stamp(flight.flight_file(self._folder, rank)))
-            if sign != self._seen[rank] or beat is None or not beat.bounded:
+            free = beat is None or not (beat.bounded or state_of(beat.pid).startswith("is stopped"))
+            if sign != self._seen[rank] or free:
                 self._seen[rank], self._since[rank] = sign, now
             elif now - self._since[rank] > self._timeout:
                 late.append(rank)
@@ -126,8 +128,8 @@ class Lookout:
         cause = flight.suspect([one for one in held if one is not None])
         if cause is not None:
             return cause if cause in late else None
-        free = [rank for rank in late if held[rank] is None or flight.standing(held[rank] or {}) is None]
-        return min(free, key=self._since.__getitem__) if free else None
+        computing = [rank for rank in late if held[rank] is None or flight.standing(held[rank] or {}) is None]
+        return min(computing, key=self._since.__getitem__) if computing else None
 
 
 def state_of(pid: int) -> str:

@@ -164,7 +164,7 @@ def _watch(
             time.sleep(SETTLE_SECONDS)
             if signals.asked:  # a signal to all of them came before they could heed it
                 raise _signalled(signals.asked, "the ranks ended before they could save")
-            raise _failure(_ended(ranks, folder), len(ranks), folder)
+            raise _failure(_ended(ranks, folder), [process.pid for process in ranks], folder)
         if len(ended) == len(ranks):
             stopped = [one for one in ended if one.code]
             if not stopped:
@@ -187,7 +187,8 @@ def _watch(
                 asked = _ask(folder, signal.SIGUSR1)
             rank = lookout.hung(now)
             if rank is not None:
-                raise _hang(rank, len(ranks), folder, timeout, ranks[rank].pid)
+                noticed = f"no sign of life for {timeout:g} s (run.timeout)"
+                raise _hang(rank, [process.pid for process in ranks], folder, noticed)
         time.sleep(POLL_SECONDS)
 
 
@@ -216,18 +217,23 @@ def _report(folder: Path, rank: int) -> dict[str, Any] | None:
     return found if isinstance(found, dict) else None
 
 
-def _failure(ended: Sequence[Ended], processes: int, folder: Path) -> Exception:
-    """The error of the rank that failed first: others may have failed because of it."""
+def _failure(ended: Sequence[Ended], pids: Sequence[int], folder: Path) -> Exception:
+    """The error of the rank that failed first: others may have failed because of it. Where it waited in vain for one
+    that is still there, that one hangs."""
     failed = [one for one in ended if one.code not in (0, StoppedError.exit_code)]
     if any(one.code == BROKEN_PIPE for one in failed):
         return BrokenPipeError()
     # One that died without a word did not die of another's failure.
     first = min(failed, key=lambda one: (0, 0.0) if one.report is None else (1, float(one.report["time"])))
+    processes = len(pids)
     who, code, trace, cause = f"rank {first.rank} of {processes}", RankError.exit_code, "", "exit"
     hint, known = "its last words, if any, are above", f"it ended with exit code {first.code}"
     if first.report is not None:
         code, trace, cause = int(first.report["exit_code"]), str(first.report["trace"]), "error"
         text, known = f"{who} failed: {first.report['summary']}", "it failed"
+        late = flight.suspect(_flights(folder, processes))
+        if code == RankError.exit_code and late is not None and late not in {one.rank for one in ended}:
+            return _hang(late, pids, folder, f"{who}: {first.report['summary']}")
     elif first.code < 0:
         name, cause = signal.Signals(-first.code).name, "signal"
         known = f"it was ended by {name}"
@@ -240,17 +246,22 @@ def _failure(ended: Sequence[Ended], processes: int, folder: Path) -> Exception:
     return _failed(text, folder, processes, {first.rank: known}, first.rank, cause, trace, code)
 
 
-def _hang(rank: int, processes: int, folder: Path, timeout: float, pid: int) -> WorkerFailed:
-    beat, state = read_beat(folder, rank), state_of(pid)
+def _hang(rank: int, pids: Sequence[int], folder: Path, noticed: str) -> WorkerFailed:
+    beat, state = read_beat(folder, rank), state_of(pids[rank])
     where = f" in step {beat.step} ({beat.phase})" if beat is not None else ""
-    text = f"rank {rank} of {processes} hangs{where}: no sign of life for {timeout:g} s (run.timeout); it {state}."
-    return _failed(text, folder, processes, {rank: f"it {state}"}, rank, "hang", "", RankError.exit_code)
+    text = f"rank {rank} of {len(pids)} hangs{where}: it {state}; {noticed}."
+    return _failed(text, folder, len(pids), {rank: f"it {state}"}, rank, "hang", "", RankError.exit_code)
+
+
+def _flights(folder: Path, processes: int) -> list[dict[str, Any]]:
+    found = (flight.read(flight.flight_file(folder, rank)) for rank in range(processes))
+    return [held for held in found if held is not None]
 
 
 def _failed(
     text: str, folder: Path, processes: int, places: Mapping[int, str], rank: int, cause: str, trace: str, code: int
 ) -> WorkerFailed:
-    flights = [held for one in range(processes) if (held := flight.read(flight.flight_file(folder, one))) is not None]
+    flights = _flights(folder, processes)
     beats = {one: beat for one in range(processes) if (beat := read_beat(folder, one)) is not None}
     diagnosis = flight.diagnose(flights, places)
     lines = [text, *([diagnosis[0].upper() + diagnosis[1:] + "."] if diagnosis else []), "All ranks were ended."]

@@ -35,20 +35,21 @@ _FINAL = (ConfigError.exit_code, PlanError.exit_code, DivergedError.exit_code)
 """What comes again whenever it is tried: bad input, and training that has diverged."""
 
 
-def supervise(config: Config, processes: int, *, as_json: bool) -> None:
+def supervise(config: Config, processes: int, *, as_json: bool, function: str = RANK) -> None:
     """Train as ``config`` says on ``processes`` local ranks, until it is done.
 
-    ``config.run.dir`` is claimed. Raises what `launch` does, for a failure that cannot be recovered from, and
-    `StoppedError` once a run that a signal asked to end has saved its state.
+    ``config.run.dir`` is claimed. ``function``: what a rank runs, with the arguments of `trainer.run_rank`. Raises what
+    `launch` does, for a failure that cannot be recovered from, and `StoppedError` once a run that a signal asked to end
+    has saved its state.
     """
-    _Supervisor(config, processes, as_json).run()
+    _Supervisor(config, processes, as_json, function).run()
 
 
 @final
 class _Supervisor:
-    def __init__(self, config: Config, processes: int, as_json: bool) -> None:
+    def __init__(self, config: Config, processes: int, as_json: bool, function: str) -> None:
         assert config.run.dir is not None, "claim_folder names it"
-        self._config, self._as_json = config, as_json
+        self._config, self._as_json, self._function = config, as_json, function
         self._folder: Path = config.run.dir
         self._checkpoints = config.checkpoint.dir or self._folder / CHECKPOINTS
         self._log = EventLog(self._folder / EVENTS)
@@ -98,7 +99,7 @@ class _Supervisor:
         whole = len(self._places) == self._slots.total
         run = config.run
         launch(
-            RANK,
+            self._function,
             processes=size,
             args=[dump(config), self._as_json],
             device=run.device,
