@@ -212,6 +212,7 @@ _MEASURED = st.builds(
     bandwidth=st.none() | _SPEEDS,
     optimizer_bandwidth=st.none() | _SPEEDS,
     launch=st.none() | _SECONDS,
+    waiting=st.none() | st.floats(0, 1),
     links=st.sampled_from(((), ((0.0, 1e9), (2e9, 0.0)))),
 )
 _TIERS = st.tuples(st.integers(1, 64), st.integers(2, 64), _SPEEDS, _SECONDS).map(

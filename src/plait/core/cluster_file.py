@@ -63,6 +63,7 @@ MEMORY = Quantity({"B": 1.0}, 1e6, 1e15, "80 GB")
 RATE = Quantity({"FLOP/s": 1.0, "FLOPS": 1.0, "FLOPs": 1.0, "flop/s": 1.0}, 1e8, 1e18, "312 TFLOP/s")
 SPEED = Quantity({"B/s": 1.0, "bit/s": 0.125, "bps": 0.125, "b/s": 0.125}, 1e5, 1e15, "300 GB/s")
 TIME = Quantity({"s": 1.0}, 1e-9, 10.0, "5 us")
+SHARE = Quantity({"of a core": 1.0}, 0.0, 1.0, "0.1 of a core")
 _POINT_TIME = Quantity({"s": 1.0}, 0.0, 1e5, "5 us")
 _PEER_SPEED = Quantity(SPEED.units, 0.0, SPEED.high, "25 GB/s")
 _SIZE = Quantity({"B": 1.0}, 0.0, 1e15, "64 MiB")
@@ -227,6 +228,7 @@ def _measured(values: object, where: str, tiers: Sequence[str]) -> Measured:
         if "optimizer_bandwidth" in table.values
         else None,
         launch=table.number("launch", TIME) if "launch" in table.values else None,
+        waiting=table.number("waiting", SHARE) if "waiting" in table.values else None,
         links=tuple(tuple(number(item, _PEER_SPEED, f"{where}.links") for item in row) for row in links),
     )
 

@@ -98,6 +98,8 @@ class Measured:
     """Bytes/s of the optimizer step (read plus written)."""
     launch: float | None = None
     """Seconds of the host for one operator."""
+    waiting: float | None = None
+    """CPU hosts: the share of a core that a rank takes while it waits for another."""
     links: tuple[tuple[float, ...], ...] = ()
     """Rank-to-rank bytes/s, 0 on the diagonal."""
 

@@ -100,7 +100,7 @@ def joined(parts: Sequence[Topology], *, cores: int) -> Topology:
         if not measured.gemm:
             turns = part.devices / max(full.devices, cores)
             device = replace(full.device.slowed(turns), memory=part.device.memory)
-            measured = replace(full.measured.slowed(turns), comm=measured.comm, links=measured.links)
+            measured = replace(full.measured.slowed(turns), comm=measured.comm, waiting=measured.waiting)
         shares.append(Share(ranks=part.devices, device=device, measured=measured))
     size = ordered[-1].devices
     tiers = (*base.tiers[:-1], replace(base.tiers[-1], size=max(size, base.tiers[-1].size)))

@@ -30,15 +30,20 @@ def span_of(pipe: Pipeline, job: Job) -> float:
     if cores is None or world <= cores or pipe.ranks == 1 or world > job.topology.tiers[0].size:
         return makespan(pipe)
     actions = pipe.microbatches * len(pipe.forward) * 3
-    return makespan(pipe) if actions > MOST_ACTIONS else turns(pipe, world // pipe.ranks, cores)
+    return (
+        makespan(pipe)
+        if actions > MOST_ACTIONS
+        else turns(pipe, world // pipe.ranks, cores, job.topology.measured.waiting or 0.0)
+    )
 
 
 @lru_cache(maxsize=4096)
-def turns(pipe: Pipeline, copies: int, cores: int) -> float:
+def turns(pipe: Pipeline, copies: int, cores: int, waiting: float) -> float:
     """Seconds of a pipeline each rank of which stands for ``copies`` alike, all on ``cores`` that they share fairly.
 
     The pipeline's seconds are those of an action while every rank works. A rank whose turn comes oftener, because
-    others wait, is faster in proportion, up to a core of its own.
+    others wait, is faster in proportion, up to a core of its own; but a rank that waits looks again and again, which
+    takes ``waiting`` of a core.
     """
     slowed = max(1.0, pipe.ranks * copies / cores)
     name = pipe.name if pipe.virtual == 1 or pipe.name != "1f1b" else "interleaved"
@@ -55,7 +60,8 @@ def turns(pipe: Pipeline, copies: int, cores: int) -> float:
                 left[rank] = _seconds(row[at[rank]], pipe, schedule) / slowed
         busy = [rank for rank in range(pipe.ranks) if working[rank]]
         assert busy, "generated schedules do not deadlock"
-        rate = min(1.0, cores / (len(busy) * copies))
+        free = cores - waiting * copies * (pipe.ranks - len(busy))
+        rate = min(1.0, max(free, 1.0) / (len(busy) * copies))
         passed = min(left[rank] for rank in busy)
         now += passed / rate
         for rank in busy:

@@ -31,6 +31,7 @@ from plait.planner.calibrate import best, fit_tier, joined, known_device, peaks
 from plait.planner.clusters import host_memory, local_path
 from plait.train import calibrate_kernels as kernels
 from plait.train import calibrate_links as links
+from plait.train.calibrate_layer import bandwidth_in_steps
 from plait.train.exchange import gather_json
 from plait.train.launch import Worker, cores, launch, placed
 
@@ -130,11 +131,16 @@ def run_rank(worker: Worker, folder: str, quick: bool, shown: bool, computes: bo
             # Ranks that take turns on a core compute as one that has it, for their share of the time: see `joined`.
             measured = _compute(bench, quick, stage) if computes else Measured()
             stage(len(STAGES) - 1)
-            found.append(dataclasses.replace(measured, comm=tuple(_communication(world, groups))))
+            idle = links.waiting(world) if world.device.type == "cpu" and size > 1 else None
+            found.append(dataclasses.replace(measured, comm=tuple(_communication(world, groups)), waiting=idle))
     several_links = size > 2 and (world.device.type == "cuda" or len(hosts) > 1) and size <= MOST_RANKS_IN_MATRIX
     matrix = links.matrix(world) if several_links else []
+    measured = best(found)
+    if computes and world.device.type == "cpu":
+        share = _device(world, measured, len(hosts[0]), "")
+        measured = dataclasses.replace(measured, bandwidth=bandwidth_in_steps(bench, share, measured))
     if chief:
-        measured = dataclasses.replace(best(found), links=tuple(map(tuple, matrix)))
+        measured = dataclasses.replace(measured, links=tuple(map(tuple, matrix)))
         (Path(folder) / f"{size}.toml").write_text(dump(_topology(world, hosts, measured)), encoding="utf-8")
     world.close()
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from statistics import quantiles
-from time import perf_counter
+from time import perf_counter, process_time, sleep
 
 import torch
 
@@ -25,6 +25,7 @@ MATRIX_SIZE = 4 << 20
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 _WARM = 2
 _WINDOWS = 2
+_SLEEP = 0.2
 _LONG = 1 << 20
 
 
@@ -100,6 +101,19 @@ def ping(world: World, pair: tuple[int, int] | None, size: int, repeats: int) ->
         times.append((perf_counter() - begin) / 2)
     world.wire.flush()
     return quantiles(times[_WARM:], n=4, method="inclusive")[0]
+
+
+def waiting(world: World) -> float:
+    """Share of a core that a rank takes while it waits: all but the first wait for it, which sleeps."""
+    everyone = world.group("pp", "dp", "cp", "tp")
+    everyone.barrier()
+    begin, used = perf_counter(), process_time()
+    if world.rank == 0:
+        sleep(_SLEEP)
+    everyone.barrier()
+    share = 0.0 if world.rank == 0 else (process_time() - used) / (perf_counter() - begin)
+    shares = everyone.all_reduce(torch.tensor([share], dtype=torch.float64, device=world.device)).wait()
+    return min(1.0, float(shares) / max(1, everyone.size - 1))
 
 
 def matrix(world: World, repeats: int = 4) -> list[list[float]]:
