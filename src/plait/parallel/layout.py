@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -60,7 +61,7 @@ def _balanced(config: ModelConfig, stages: int) -> tuple[int, ...]:
 
 def stage_bounds(layers: Sequence[int]) -> tuple[tuple[int, int], ...]:
     """(first layer, layer behind the last) of each virtual stage."""
-    return tuple((sum(layers[:index]), sum(layers[: index + 1])) for index in range(len(layers)))
+    return tuple(itertools.pairwise(itertools.accumulate(layers, initial=0)))
 
 
 def stage_parameters(config: ModelConfig, layers: Sequence[int]) -> list[list[str]]:
