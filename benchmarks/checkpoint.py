@@ -1,6 +1,6 @@
 """Checkpoints of plait beside torch.distributed.checkpoint and the raw disk, alternating in the same processes.
 
-    python benchmarks/checkpoint.py [--ranks 2] [--megabytes 300] [--repeats 9] [--folder DIR] [--json FILE]
+    python benchmarks/checkpoint.py [--ranks 2] [--megabytes 400] [--repeats 9] [--folder DIR] [--json FILE]
 
 The state is a transformer's weights and two moments, in fp32, each tensor cut by rows over the ranks. Every line is the
 median of pairwise ratios (the other's seconds / plait's), with quartiles, and both medians:
@@ -13,7 +13,8 @@ median of pairwise ratios (the other's seconds / plait's), with quartiles, and b
 * sums: the seconds of the sums alone, on one core, as a share of the save's.
 
 DCP runs with its files synced, once with its defaults and once (dcp+) with as many threads as there are cores to a
-rank. Every save goes to new files; what is there of the save before is deleted outside the measure.
+rank. Every save goes to new files; what is there of the save before is deleted outside the measure. Processor time is
+rank 0's, its threads and what a stall leaves to them included.
 """
 
 from __future__ import annotations
@@ -150,6 +151,9 @@ class Sides:
 
         return load
 
+    def dcp_folder(self, side: str, threads: int) -> Path:
+        return self.folder / f"dcp-{threads if side == 'dcp+' else 1}"
+
     def dcp(self, mode: str, threads: int) -> Callable[[], object]:
         where = self.folder / f"dcp-{threads}"
         if mode in ("save", "stall"):
@@ -177,14 +181,13 @@ class Sides:
             return lambda: _write(path, self.flat)
         return lambda: _read(path, self.flat)
 
-    def clear(self, side: str, mode: str) -> None:
+    def clear(self, side: str, mode: str, threads: int) -> None:
         """Delete what ``side`` wrote before in this mode."""
         if side == "plait":
             for entry in committed(self.folder / mode):
                 shutil.rmtree(entry.path)
         elif side.startswith("dcp"):
-            for path in self.folder.glob("dcp-*"):
-                shutil.rmtree(path / mode, ignore_errors=True)
+            shutil.rmtree(self.dcp_folder(side, threads) / mode, ignore_errors=True)
         elif mode == "save":
             for path in self.folder.glob("raw-*"):
                 path.unlink()
@@ -243,29 +246,35 @@ def _rank(rank: int, ranks: int, port: int, options: argparse.Namespace, folder:
     dist.init_process_group("gloo", rank=rank, world_size=ranks)
     sides = Sides(Path(folder), rank, ranks, options.megabytes)
     names = ["plait", "dcp", "raw"] + (["dcp+"] if cores > 1 else [])
-    modes = [mode for mode in MODES if mode != "other" or ranks > 1]
+    modes = [mode for mode in options.modes or MODES if mode != "other" or ranks > 1]
     seconds: dict[str, dict[str, list[float]]] = {mode: {name: [] for name in names} for mode in modes}
+    processor: dict[str, dict[str, list[float]]] = {mode: {name: [] for name in names} for mode in modes}
     first: dict[str, float] = {}
     for repeat in range(options.repeats + 1):
         for mode in modes:
             for name in names if repeat % 2 else names[::-1]:
                 if rank == 0 and mode in ("save", "stall"):
-                    sides.clear(name, mode)
+                    sides.clear(name, mode, cores)
+                    os.sync()
+                if mode in ("warm", "other"):
+                    sides.work(name, mode, cores)()  # what wrote past the page cache is brought into it
                 if rank == 0 and mode == "cold":
                     _evict(Path(folder))
                 dist.barrier()
                 work = sides.work(name, mode, cores)
                 dist.barrier()
-                begin = time.perf_counter()
+                begin, used = time.perf_counter(), time.process_time()
                 work()
                 if mode != "stall":
                     dist.barrier()
                 spent = time.perf_counter() - begin
                 if mode == "stall" and name != "raw":
                     sides.settle(name)
+                used = time.process_time() - used
                 dist.barrier()
                 if repeat:
                     seconds[mode][name].append(spent)
+                    processor[mode][name].append(used)
                 elif mode == "stall":
                     first[name] = spent
                 if name != "raw":
@@ -274,7 +283,7 @@ def _rank(rank: int, ranks: int, port: int, options: argparse.Namespace, folder:
     block_sums(memoryview(sides.flat))
     sums = time.perf_counter() - begin
     if rank == 0:
-        row = {"seconds": seconds, "first": first, "sums": sums, "bytes": sides.nbytes * ranks}
+        row = {"seconds": seconds, "processor": processor, "first": first, "sums": sums, "bytes": sides.nbytes * ranks}
         (Path(folder) / "rows.json").write_text(json.dumps(row))
     dist.barrier()
     dist.destroy_process_group()
@@ -298,6 +307,8 @@ def _lines(found: dict[str, Any]) -> list[dict[str, Any]]:
                     "q3": high,
                     "plait_s": statistics.median(sides["plait"]),
                     "other_s": statistics.median(theirs),
+                    "plait_cpu_s": statistics.median(found["processor"][mode]["plait"]),
+                    "other_cpu_s": statistics.median(found["processor"][mode][name]),
                 }
             )
     return rows
@@ -306,8 +317,9 @@ def _lines(found: dict[str, Any]) -> list[dict[str, Any]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--megabytes", type=int, default=300)
+    parser.add_argument("--megabytes", type=int, default=400)
     parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--modes", nargs="+", choices=MODES, help="what to measure; a load needs save (default: all)")
     parser.add_argument("--folder", type=Path, help="on the disk to measure; a temporary one in it is used")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
@@ -323,19 +335,22 @@ def main() -> None:
     rows = _lines(found)
     gigabytes = found["bytes"] / 1e9
     print(f"{options.ranks} ranks, {gigabytes:.3f} GB, {options.repeats} repeats")
-    print(f"{'what':6} {'beside':6} {'ratio':>6} {'q1':>6} {'q3':>6} {'plait':>9} {'other':>9} {'GB/s':>6} {'GB/s':>6}")
+    print(
+        f"{'what':6} {'beside':6} {'ratio':>6} {'q1':>6} {'q3':>6} {'plait':>9} {'other':>9} {'GB/s':>6} {'GB/s':>6} cpu of a rank"
+    )
     for row in rows:
         rates = f"{gigabytes / row['plait_s']:6.2f} {gigabytes / row['other_s']:6.2f}"
         print(
             f"{row['what']:6} {row['beside']:6} {row['ratio']:6.2f} {row['q1']:6.2f} {row['q3']:6.2f} "
-            f"{row['plait_s'] * 1e3:7.1f}ms {row['other_s'] * 1e3:7.1f}ms {rates}"
+            f"{row['plait_s'] * 1e3:7.1f}ms {row['other_s'] * 1e3:7.1f}ms {rates} "
+            f"{row['plait_cpu_s'] * 1e3:5.0f}ms {row['other_cpu_s'] * 1e3:5.0f}ms"
         )
-    firsts = ", ".join(f"{name} {spent * 1e3:.1f} ms" for name, spent in found["first"].items())
-    print(f"stall of the first save: {firsts}")
-    share = found["sums"] / statistics.median(found["seconds"]["save"]["plait"])
-    print(
-        f"sums of a rank's bytes alone: {found['sums'] * 1e3:.1f} ms, {share:.0%} of the save, in a thread of their own"
-    )
+    if "stall" in found["seconds"]:
+        firsts = ", ".join(f"{name} {spent * 1e3:.1f} ms" for name, spent in found["first"].items())
+        print(f"stall of the first save: {firsts}")
+    if "save" in found["seconds"]:
+        share = found["sums"] / statistics.median(found["seconds"]["save"]["plait"])
+        print(f"sums of a rank's bytes alone: {found['sums'] * 1e3:.1f} ms, {share:.0%} of the save, beside it")
     if options.json:
         options.json.write_text(json.dumps({"ranks": options.ranks, "rows": rows, **found}, indent=1))
 

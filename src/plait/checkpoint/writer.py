@@ -46,11 +46,11 @@ class ShardRecord(TypedDict):
 class Copied:
     """A snapshot that stays as it is.
 
-    ``content``: the file's bytes, in one part that begins with a page of memory, or in many.
+    ``give``: the file's bytes from start to stop, in memory that begins with a page; see `disk.Source`.
     """
 
     scalars: str
-    content: tuple[torch.Tensor, ...]
+    give: disk.Source
     record: ShardRecord
 
 
@@ -60,6 +60,7 @@ class Host:
 
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8)
+        self._ring: Ring | None = None
         self._key: object = None
         self._layout: Layout | None = None
         self._record: ShardRecord | None = None
@@ -77,13 +78,15 @@ class Host:
             raise WeightsError(f"step {snapshot.step}: its scalars are no plain JSON: {error}") from error
         layout, record = self._plan(snapshot.pieces, rank)
         plain = all(piece.values.is_contiguous() and piece.values.device.type == "cpu" for piece in snapshot.pieces)
-        if private or not plain:
-            content: tuple[torch.Tensor, ...] = (self._filled(snapshot.pieces, layout),)
-        else:
-            content = views(snapshot.pieces, layout)
-        return Copied(scalars=scalars, content=content, record=record)
+        give = self._filled(snapshot.pieces, layout) if private or not plain else self._joined(snapshot.pieces, layout)
+        return Copied(scalars=scalars, give=give, record=record)
 
-    def _filled(self, pieces: Sequence[Piece], layout: Layout) -> torch.Tensor:
+    def _joined(self, pieces: Sequence[Piece], layout: Layout) -> disk.Source:
+        if self._ring is None:
+            self._ring = Ring()
+        return joined(views(pieces, layout), self._ring)
+
+    def _filled(self, pieces: Sequence[Piece], layout: Layout) -> disk.Source:
         on_gpu = any(piece.values.is_cuda for piece in pieces)
         if self._memory.numel() < layout.bytes or on_gpu != self._memory.is_pinned():
             self._memory = _memory(layout.bytes, pinned=on_gpu)
@@ -94,7 +97,8 @@ class Host:
             out.copy_(values[block.run.start : block.run.start + out.numel()], non_blocking=on_gpu)
         if on_gpu:
             torch.cuda.synchronize()
-        return self._memory[: layout.bytes]
+        content = _bytes_of(self._memory)
+        return lambda start, stop: content[start:stop]
 
     def _plan(self, pieces: Sequence[Piece], rank: int) -> tuple[Layout, ShardRecord]:
         """The layout of the file; the one of the save before where the pieces are of the same form."""
@@ -127,26 +131,33 @@ def views(pieces: Sequence[Piece], layout: Layout) -> tuple[torch.Tensor, ...]:
 
 
 @final
-class _Joined:
-    """Many parts as one run of bytes: gathered, chunk by chunk, into a ring of buffers."""
+class Ring:
+    """As many buffers of a chunk as are in use at a time while a file is written."""
 
-    def __init__(self, parts: Sequence[torch.Tensor]) -> None:
-        self._parts = parts
-        self._starts = list(itertools.accumulate((part.numel() for part in parts), initial=0))
-        self._ring = [_memory(disk.CHUNK, pinned=False) for _ in range(min(disk.DEPTH + 1, self._starts[-1]))]
+    def __init__(self) -> None:
+        self._buffers = [_memory(disk.CHUNK, pinned=False) for _ in range(disk.DEPTH + 1)]
         self._next = 0
 
-    def give(self, start: int, stop: int) -> memoryview:
-        """Bytes [start, stop); they stay as they are for `disk.DEPTH` calls more."""
-        buffer = self._ring[self._next]
-        self._next = (self._next + 1) % len(self._ring)
-        index = bisect_right(self._starts, start) - 1
-        at = start
+    def turn(self) -> torch.Tensor:
+        """The buffer that was given longest ago."""
+        self._next = (self._next + 1) % len(self._buffers)
+        return self._buffers[self._next]
+
+
+def joined(parts: Sequence[torch.Tensor], ring: Ring) -> disk.Source:
+    """Many runs of bytes as one, gathered chunk by chunk into the buffers of ``ring``."""
+    starts = list(itertools.accumulate((part.numel() for part in parts), initial=0))
+
+    def give(start: int, stop: int) -> memoryview:
+        buffer = ring.turn()
+        index, at = bisect_right(starts, start) - 1, start
         while at < stop:
-            begin, end = self._starts[index], min(self._starts[index + 1], stop)
-            buffer[at - start : end - start].copy_(self._parts[index][at - begin : end - begin])
+            begin, end = starts[index], min(starts[index + 1], stop)
+            buffer[at - start : end - start].copy_(parts[index][at - begin : end - begin])
             at, index = end, index + 1
-        return _bytes_of(buffer[: stop - start])
+        return _bytes_of(buffer)[: stop - start]
+
+    return give
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:
@@ -180,11 +191,7 @@ def write_file(copied: Copied, folder: Path, file: str, passed: Callable[[str], 
     record = copied.record
     if not record["pieces"]:
         return record
-    if len(copied.content) == 1:
-        whole = _bytes_of(copied.content[0])
-        sums = disk.write(folder / file, len(whole), lambda start, stop: whole[start:stop], passed)
-    else:
-        sums = disk.write(folder / file, record["bytes"], _Joined(copied.content).give, passed)
+    sums = disk.write(folder / file, record["bytes"], copied.give, passed)
     return {**record, "file": file, "sums": sums}
 
 
