@@ -199,6 +199,8 @@ def test_the_same_plan_goes_on_bit_for_bit(pool: Pool, tokens: Path, tmp_path: P
     for key, values in expected.items():
         assert torch.equal(found[key], values), key
     assert scalars["loss_scale"] == wanted["loss_scale"]
+    before = Checkpoint.open(tmp_path / "run/checkpoints/step-00000003").scalars
+    assert scalars["calibration"] == before["calibration"]  # measured once
     assert scalars["sample"] == 6 * 4
     if name == "moved":
         assert scalars["experts"] == wanted["experts"]

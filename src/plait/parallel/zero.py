@@ -271,8 +271,7 @@ class Zero:
                     gathering.append(bucket.fold.gather.all_gather(whole[bucket.shard], out=whole))
         for pending in gathering:
             pending.wait()
-        self._version, self._selected = version, version - 1
-        self.select(version)
+        self._version = self._selected = version  # between steps, parameters have the newest
 
     def flat(self, name: str) -> nn.Parameter:
         """The flat fp32 shard, a parameter of the optimizer, that has part of trained parameter ``name``."""
