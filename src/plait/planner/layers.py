@@ -11,6 +11,9 @@ from functools import lru_cache
 from plait.models.parts import MLAConfig, MoEConfig
 from plait.planner.ops import Builder, Message, Op, Slice, Work
 
+CLAMPED = "megatron-clamped"
+"""Framework whose gated activation runs operator by operator: Megatron-Bridge with gpt-oss's clamped one."""
+
 
 @lru_cache(maxsize=1 << 12)
 def layer(cut: Slice, experts: bool, window: int | None) -> Work:
@@ -183,7 +186,10 @@ def _mlp(build: Builder, part: str, ffn: float, tokens: float, *, gated: bool, b
 
 def _activation(build: Builder, part: str, elements: float, *, gated: bool, bias: bool) -> None:
     fused = build.cut.practice.fused
-    if gated:
+    if gated and build.cut.practice.framework == CLAMPED:
+        # Two clamps, scale, sigmoid, two products and an addition, each read and written; twice that in backward.
+        forward, backward, kernels = 17, 34, 7
+    elif gated:
         forward, backward, kernels = (3, 5, 1) if fused else (5, 8, 2)
     else:
         forward, backward, kernels = (2, 3, 1)
