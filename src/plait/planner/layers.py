@@ -187,8 +187,10 @@ def _mlp(build: Builder, part: str, ffn: float, tokens: float, *, gated: bool, b
 def _activation(build: Builder, part: str, elements: float, *, gated: bool, bias: bool) -> None:
     fused = build.cut.practice.fused
     if gated and build.cut.practice.framework == CLAMPED:
-        # Two clamps, scale, sigmoid, two products and an addition, each read and written; twice that in backward.
-        forward, backward, kernels = 17, 34, 7
+        # Two clamps, scale, sigmoid, addition: one in, one out. Two products: two in. In backward twice that.
+        alone, joined = 5, 2
+        forward, kernels = 2 * alone + 3 * joined, alone + joined
+        backward = 2 * forward
     elif gated:
         forward, backward, kernels = (3, 5, 1) if fused else (5, 8, 2)
     else:
