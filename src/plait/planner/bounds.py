@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, final
 
@@ -18,10 +18,10 @@ import numpy as np
 
 from plait.core.plan import Plan
 from plait.models.config import ModelConfig, flops_per_token, parameter_shapes
-from plait.planner import cost, ops
+from plait.planner import layers
 from plait.planner.activations import layer_steps
 from plait.planner.kernels import Machine, seconds
-from plait.planner.ops import Message, Slice
+from plait.planner.ops import Message, Op, Slice
 from plait.planner.pipes import Floats, Pipe, Pipes
 from plait.planner.saved import local_of
 from plait.planner.space import (
@@ -36,6 +36,7 @@ from plait.planner.space import (
     stage_cuts,
     zeros,
 )
+from plait.planner.stages import end_times, groups_of, layer_times, machine_of, slice_of
 from plait.planner.wires import Group, collective
 
 _ROUNDING: Final = 1.0 - 1e-9
@@ -51,12 +52,10 @@ class Leaf:
     pipe: Pipe
     dp: int
     recompute: str
-    work: float
-    """Seconds of the busiest rank for one microbatch, at least."""
+    ranks: Floats
+    """Seconds of each pipeline rank for one microbatch, at least."""
     kept: float
     """Bytes of activations on the first rank, at least."""
-    first: float
-    """Seconds of the first rank for one microbatch."""
     relief: tuple[tuple[float, float], ...]
     """What recomputing all of the first rank's layers saves (bytes) and costs (seconds a microbatch), mode by mode."""
 
@@ -71,6 +70,17 @@ class Leaf:
             recompute=self.recompute,
             zero=zero,
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Sample:
+    """One sample in all layers and both ends, at the best rates."""
+
+    seconds: float
+    way: float
+    """Without weight gradients, which may wait."""
+    messages: tuple[tuple[Message, int, float], ...]
+    """Those that block, how often, and the seconds that may hide them."""
 
 
 @final
@@ -95,9 +105,11 @@ class Leaves:
         """The leaf at ``place``."""
         entry, mode = self._places[place].tolist()
         of = self._of
+        rows = self._pipes.rows(entry)
         relief: tuple[tuple[float, float], ...] = ()
         if len(self._modes) > 1 and mode == 0:
-            saved, spent = of["kept"][entry, 0] - of["kept"][entry, 1:], of["first"][entry, 1:] - of["first"][entry, 0]
+            first = of["ranks"][rows.start]
+            saved, spent = of["kept"][entry, 0] - of["kept"][entry, 1:], first[1:] - first[0]
             relief = tuple(zip(saved.tolist(), spent.tolist(), strict=True))
         pipe = self._pipes.pipes[entry]
         return Leaf(
@@ -106,9 +118,8 @@ class Leaves:
             pipe=pipe,
             dp=self._dps[pipe.pp],
             recompute=self._modes[mode],
-            work=float(of["busiest"][entry, mode]),
+            ranks=of["ranks"][rows, mode],
             kept=float(of["kept"][entry, mode]),
-            first=float(of["first"][entry, mode]),
             relief=relief,
         )
 
@@ -121,7 +132,7 @@ class Bounds:
         self.request = request
         model = request.model
         self._precision = str(request.base()["precision"])
-        self._machine = cost._machine(cost._Same(request.topology, cost.DEFAULT))
+        self._machine = machine_of(request.topology)
         self._layers = [(model.moe_of(layer) is not None, model.window_of(layer)) for layer in range(model.num_layers)]
         self._kinds = list(dict.fromkeys(self._layers))
         self._numbers = [self._kinds.index(kind) for kind in self._layers]
@@ -129,8 +140,9 @@ class Bounds:
         self._flops = flops_per_token(model, request.seq)
         self._best = _best_rate(self._machine, self._precision)
         self._host = self._machine.table.of("microbatch_host", self._machine.family)
+        self._passes_of_state = self._machine.table.of("optimizer_passes", self._machine.family)
         self._modes = list(MODES) if request.fix.get("recompute") is None else [str(request.fix["recompute"])]
-        self._ones: dict[Cell, tuple[float, list[tuple[Message, int]]]] = {}
+        self._ones: dict[Cell, _Sample] = {}
         self._pipes: Pipes | None = None
 
     def roughly(self, cell: Cell) -> float:
@@ -144,33 +156,38 @@ class Bounds:
         one = dataclasses.replace(cell, micro=1)
         if one not in self._ones:
             self._ones[one] = self._one_sample(one)
-        once, messages = self._ones[one]
-        groups = cost._groups(self.slice(cell))
-        sent = sum(
-            times * collective(self._machine, message.op, message.size * cell.micro, groups[message.axis])
-            for message, times in messages
-        )
-        return (self._passes(cell) * (once * cell.micro + sent + self._host)) * _ROUNDING
+        sample = self._ones[one]
+        groups = groups_of(self.slice(cell))
+        sent = 0.0
+        for message, times, hiding in sample.messages:
+            took = collective(self._machine, message.op, message.size * cell.micro, groups[message.axis])
+            sent += times * max(0.0, took - hiding * cell.micro)
+        # A mean rank's work; or the way of one microbatch through all stages and back.
+        work = self._passes(cell) * (sample.seconds * cell.micro + sent + self._host)
+        return max(work, sample.way * cell.micro + sent) * _ROUNDING
 
     def _passes(self, cell: Cell) -> float:
         """Microbatches that a mean rank takes through all layers in a step, at least."""
         return self.request.global_batch * cell.tp * cell.cp / (self.request.world_size * cell.micro)
 
-    def _one_sample(self, one: Cell) -> tuple[float, list[tuple[Message, int]]]:
-        """Seconds of a sample in all layers at the best rates, and the messages that nothing hides."""
+    def _one_sample(self, one: Cell) -> _Sample:
         cut, practice = self.slice(one), self.request.practice
-        parts = [(ops.layer(cut, *kind), self._numbers.count(number)) for number, kind in enumerate(self._kinds)]
-        parts += [(ops.embedding(cut), 1), (ops.head(cut), 1)]
+        parts = [(layers.layer(cut, *kind), self._numbers.count(number)) for number, kind in enumerate(self._kinds)]
+        parts += [(layers.embedding(cut), 1), (layers.head(cut), 1)]
         shown = {axis for axis, hides in (("tp", practice.overlap_tp), ("ep", practice.overlap_ep)) if not hides}
-        total, messages = 0.0, []
+        way = weight = 0.0
+        messages: list[tuple[Message, int, float]] = []
         for work, times in parts:
-            for phase in (work.forward, work.backward, work.weight):
-                total += times * sum(self._least(op) for op in phase.ops)
+            weight += times * sum(self._least(op) for op in work.weight.ops)
             for phase in (work.forward, work.backward):
-                messages += [(message, times) for message in phase.messages if message.axis in shown]
-        return total, messages
+                way += times * sum(self._least(op) for op in phase.ops)
+                core = sum(seconds(self._machine, op) for op in phase.ops if op.part == "core")
+                for message in phase.messages:
+                    if message.axis in shown or message.axis == "cp":
+                        messages.append((message, times, core if message.op == "ring" else 0.0))
+        return _Sample(seconds=way + weight, way=way, messages=tuple(messages))
 
-    def _least(self, op: ops.Op) -> float:
+    def _least(self, op: Op) -> float:
         """Seconds that an operator takes at least for each sample."""
         machine = self._machine
         if op.kind == "memory":
@@ -188,7 +205,8 @@ class Bounds:
         found: list[Pipe] = []
         for pp in pipeline_sizes(request):
             for schedule, virtual in pipelines(request.fix, pp, request.shape.num_layers):
-                for cut in stage_cuts(request, pp * virtual, costs, each[-2], each[-1]):
+                looped = schedule == "interleaved" and virtual > 1
+                for cut in stage_cuts(request, pp * virtual, costs, each[-2], each[-1], looped=looped):
                     found.append(Pipe(pp=pp, schedule=schedule, virtual=virtual, stages=cut))
         if found:
             self._pipes = Pipes(found, request.model, self._numbers, len(self._kinds) + 2)
@@ -203,14 +221,14 @@ class Bounds:
         of_size = {pp: self._of_size(cell, pp, dps.get(pp)) for pp in {pipe.pp for pipe in pipes.pipes}}
         counts, hop, state = np.array([of_size[pipe.pp] for pipe in pipes.pipes]).T
         with np.errstate(invalid="ignore"):
-            spans, busiest, first = pipes.seconds(counts, phases, hop)
+            spans, ranks = pipes.seconds(counts, phases, hop)
             bounds = (spans + (counts * self._host)[:, None]) * _ROUNDING
             kept = pipes.kept(counts, np.array([self._kept(cell, mode) for mode in self._modes]).T) * _ROUNDING
             fits = state[:, None] + kept <= self.request.memory
         if len(self._modes) > 1:
             fits[:, 0] = fits.any(axis=1)  # some of its layers can be recomputed
         bounds = np.where(fits & (bounds < np.inf), bounds, np.inf)
-        return Leaves(cell, pipes, dps, self._modes, bounds=bounds, busiest=busiest, first=first, kept=kept)
+        return Leaves(cell, pipes, dps, self._modes, bounds=bounds, ranks=ranks, kept=kept)
 
     def _of_size(self, cell: Cell, pp: int, dp: int | None) -> tuple[float, float, float]:
         """(microbatches, seconds of a transfer, least bytes of state) with ``pp`` ranks; infinite where there are none."""
@@ -242,10 +260,17 @@ class Bounds:
         """Seconds at least of the leaf once enough layers of its first rank are recomputed; infinite: none are."""
         over = max(0.0, self.excess(leaf, zero))
         ways = [over / saved * spent for saved, spent in leaf.relief if saved >= over and saved > 0]
-        if not ways:
-            return math.inf
+        return self.recomputed(leaf, {0: min(ways)}) if ways else math.inf
+
+    def recomputed(self, leaf: Leaf, extra: Mapping[int, float]) -> float:
+        """Seconds at least of the leaf when ranks recompute for so many seconds a microbatch."""
         times = self.request.global_batch // (leaf.cell.micro * leaf.dp)
-        return max(leaf.bound, times * (leaf.first + max(0.0, min(ways))) * _ROUNDING)
+        busiest = max(leaf.ranks[rank] + max(0.0, more) for rank, more in extra.items())
+        # A rank waits for the others' forwards and backwards, together half of a pipeline's fill and more. A split
+        # backward's weight gradients may take their place.
+        fill = leaf.bound - times * (leaf.ranks.max() + self._host)
+        idle = 0.0 if leaf.pipe.split else 0.5 * max(0.0, fill)
+        return max(leaf.bound, float(times * (busiest + self._host) + idle) * _ROUNDING)
 
     def tail(self, leaf: Leaf, zero: int) -> float:
         """Seconds that gradients, weights and the optimizer of a rank add to the pipeline's, at least.
@@ -258,7 +283,7 @@ class Bounds:
         update = sent = 0.0
         for count, sharing, stride in ((state.dense / cell.tp, data, cell.tp), (state.experts / experts, copies, experts)):
             each, group = count / leaf.pipe.pp, Group(size=sharing, stride=stride)
-            update += each / (sharing if zero else 1) * (2 * state.optimizer + state.grad + state.wire)
+            update += each / (sharing if zero else 1) * (2 * state.optimizer + state.grad + state.wire) * self._passes_of_state
             if not each or self.request.fix.get("zero_group") is not None:
                 continue
             if zero == 0:
@@ -267,10 +292,11 @@ class Bounds:
             sent += collective(machine, "reduce_scatter", state.grad * each, group)
             # Gathered once a step; at ZeRO 3 for every forward and every backward.
             sent += (2 if zero == 3 else 1) * collective(machine, "all_gather", state.wire * each, group)
+        shared = "prefetch_share" if zero == 3 else "hidden_share"
         # What is hidden slows; what is longer than the work it may hide under is not hidden.
-        slowing, usable = (min(1.0, machine.table.of(name, machine.family)) for name in ("contention", "hidden_share"))
+        slowing, usable = (min(1.0, machine.table.of(name, machine.family)) for name in ("contention", shared))
         times = 1 if zero < 3 else self.request.global_batch // (cell.micro * leaf.dp)
-        added = times * max(sent * slowing, sent - usable * (1.0 - slowing) * leaf.work)
+        added = times * float(max(sent * slowing, sent - usable * (1.0 - slowing) * leaf.ranks.max()))
         return (added + update / machine.optimizer_bandwidth) * _ROUNDING
 
     def recompute_seconds(self, cell: Cell) -> dict[str, float]:
@@ -283,14 +309,14 @@ class Bounds:
         """Seconds of F, B and W of one microbatch: each kind of layer, the embedding, the head."""
         cut = self.slice(cell)
         known = mode if mode in MODES else "none"  # ranges of layers: no less than that
-        parts = [cost._layer(self._machine, cut, *kind, known) for kind in self._kinds]
-        parts += [cost._ends(self._machine, cut, last) for last in (False, True)]
+        parts = [layer_times(self._machine, cut, *kind, known) for kind in self._kinds]
+        parts += [end_times(self._machine, cut, last) for last in (False, True)]
         forward, backward, weight = ([phase.total for phase in side] for side in zip(*parts, strict=True))
         return forward, backward, weight
 
     def slice(self, cell: Cell) -> Slice:
         """A rank's share of a layer."""
-        return cost.slice_of(self.request.job(self._plan(cell)))
+        return slice_of(self.request.job(self._plan(cell)))
 
     @functools.cache  # noqa: B019 - lives as long as the search
     def _plan(self, cell: Cell) -> Plan:

@@ -29,6 +29,11 @@ class Pipe:
     virtual: int
     stages: tuple[int, ...] | None
 
+    @property
+    def split(self) -> bool:
+        """Whether weight gradients are actions of their own."""
+        return self.schedule.startswith("zb") or self.schedule.endswith("-v")
+
 
 class Pipes:
     """``pipes`` of a model whose layers are of ``kinds``, numbers below ``count - 2``."""
@@ -37,7 +42,7 @@ class Pipes:
         self.pipes = pipes
         prefix = np.zeros((model.num_layers + 1, count))
         prefix[1:] = np.cumsum(np.eye(count)[list(kinds)], axis=0)
-        work, ahead, behind, mean, least = [], [], [], [], []
+        work, ahead, behind, whole, least = [], [], [], [], []
         for pipe in pipes:
             cut = stage_layers(model, Plan(pp=pipe.pp, virtual=pipe.virtual, stages=pipe.stages))
             stages = np.array([prefix[stop] - prefix[first] for first, stop in stage_bounds(cut)])
@@ -46,14 +51,14 @@ class Pipes:
             along_v = pipe.schedule.endswith("-v")
             ranks = np.array(placement_of(pipe.schedule if along_v else "1f1b", pipe.pp, pipe.virtual))
             work.append(np.array([stages[ranks == rank].sum(axis=0) for rank in range(pipe.pp)]))
-            mean.append(stages.mean(axis=0))
+            whole.append(stages.sum(axis=0))
             least.append(stages[ranks == 0].min(axis=0))
             fill = _fill(pipe, stages[: pipe.pp])
             ahead.append(fill)
-            behind.append(np.zeros_like(fill) if along_v else fill)
+            behind.append(np.zeros_like(fill) if pipe.split else fill)
         # Of each rank: its own stages, and what it waits for at both ends while it has no work, forwards and backwards.
         self._work, self._ahead, self._behind = (np.concatenate(one) for one in (work, ahead, behind))
-        self._mean = np.array(mean)
+        self._all = np.array(whole)
         # The first rank's smallest stage: what each of its live microbatch-stages keeps, at least.
         self._least = np.array(least)
         self._ranks = np.array([pipe.pp for pipe in pipes])
@@ -61,14 +66,13 @@ class Pipes:
         self._row = np.repeat(np.arange(len(pipes)), self._ranks)
         self._virtual = np.array([pipe.virtual for pipe in pipes])
         self._names = np.array([pipe.schedule for pipe in pipes])
-        ways = np.where(np.char.endswith(self._names, "-v"), 1, 2)[self._row]
+        split = np.array([pipe.split for pipe in pipes])
+        self._whole = np.where(split, 0, 1)[:, None]
+        ways = np.where(split, 1, 2)[self._row]
         turns = np.concatenate([np.arange(pipe.pp) for pipe in pipes])
         self._hops = ways * np.where((self._names == "interleaved")[self._row], self._ranks[self._row] - 1, turns)
-        # How many W's fill a rank's idle time in ZB-H1 and ZB-H2: it is F + B - W and F + B - 2W.
-        self._filling = np.select([self._names == "zb-h1", self._names == "zb-h2"], [1, 2], 0)[:, None]
-
-    def seconds(self, counts: Floats, phases: Sequence[Floats], hop: Floats) -> tuple[Floats, Floats, Floats]:
-        """At least: of each pipeline, of its busiest and of its first rank for one microbatch; [pipelines, modes].
+    def seconds(self, counts: Floats, phases: Sequence[Floats], hop: Floats) -> tuple[Floats, Floats]:
+        """At least: of each pipeline [pipelines, modes], and of each rank for one microbatch [ranks, modes].
 
         ``counts`` microbatches, ``phases`` F, B, W [kinds, modes], ``hop`` a transfer between stages.
         """
@@ -77,18 +81,23 @@ class Pipes:
         rows = counts[self._row, None] * work
         rows += self._ahead @ forward + self._behind @ (backward + weight)
         rows += (self._hops * hop[self._row])[:, None]
-        f, b, w = (self._mean @ phase for phase in phases)
-        idle = np.maximum(np.minimum(f, f + b - self._filling * w), 0.0)
-        fill = (self._ranks[:, None] - 1) * np.where(self._filling > 0, idle, 0.0)
-        spans = np.maximum.reduceat(rows, self._starts, axis=0) + fill
-        return spans, np.maximum.reduceat(work, self._starts, axis=0), work[self._starts]
+        spans = np.maximum.reduceat(rows, self._starts, axis=0)
+        # One microbatch's way through all stages and back; a split backward's weight gradients may wait.
+        way = self._all @ (forward + backward) + self._whole * (self._all @ weight)
+        spans = np.maximum(spans, way + (2 * (self._ranks - 1) * hop)[:, None])
+        return spans, work
+
+    def rows(self, index: int) -> slice:
+        """The ranks of a pipeline."""
+        start = int(self._starts[index])
+        return slice(start, start + int(self._ranks[index]))
 
     def kept(self, counts: Floats, sizes: Floats) -> Floats:
         """Bytes that live microbatches keep on each first rank, at least; ``sizes``: of one [kinds, modes]."""
         p, v, name = self._ranks, self._virtual, self._names
         looped = (name == "interleaved") & (v > 1)
         most = np.select(
-            [name == "gpipe", name == "zb-h2", looped],
+            [name == "gpipe", (name == "zb-h2") | np.char.endswith(name, "-v"), looped],
             [np.full(len(p), np.inf), 2 * p - 1, 2 * (p - 1) + (v - 1) * np.minimum(counts, p) + 1],
             p,
         )
@@ -101,6 +110,4 @@ def _fill(pipe: Pipe, first: Floats) -> Floats:
     if pipe.schedule == "interleaved" and pipe.virtual > 1:
         least = first[1:].min(axis=0) if len(first) > 1 else np.zeros(first.shape[1])
         return np.zeros_like(first) + (len(first) - 1) * least
-    if pipe.schedule.startswith("zb-h"):
-        return np.zeros_like(first)
     return np.concatenate([np.zeros((1, first.shape[1])), np.cumsum(first, axis=0)[:-1]])

@@ -220,7 +220,13 @@ class Run:
         chosen: Plan | None = plan
         if node.fit:
             seconds = self._bounds.recompute_seconds(leaf.cell)
-            chosen = recompute_to_fit(self.request, plan, seconds, worth=self._worth)
+            chosen = recompute_to_fit(
+                self.request,
+                plan,
+                seconds,
+                hopes=lambda extra: self._bounds.recomputed(leaf, extra) + node.tail <= self.limit,
+                worth=self._worth,
+            )
         candidate = None if chosen is None else self.candidate(chosen)
         if candidate is not None:
             bisect.insort(self.ranked, candidate, key=lambda one: one.order)

@@ -219,14 +219,17 @@ def pipeline_sizes(request: Request) -> list[int]:
 
 
 def stage_cuts(
-    request: Request, stages: int, costs: Sequence[float], first: float, last: float
+    request: Request, stages: int, costs: Sequence[float], first: float, last: float, *, looped: bool
 ) -> list[tuple[int, ...] | None]:
-    """The plan's own cut by products (None), and one by seconds where that differs."""
+    """The plan's own cut by products (None), and one by seconds where that differs.
+
+    Several virtual stages a rank in a loop even out by themselves.
+    """
     given = request.fix.get("stages")
     if given is not None:
         cut = typed(tuple[int, ...] | None, given, "plan key stages")
         return [cut] if len(cut) == stages and sum(cut) == request.shape.num_layers else []
-    if stages == 1:
+    if stages == 1 or looped:
         return [None]
     usual = stage_layers(request.model, Plan(pp=stages))
     timed = cut_stages(costs, stages, first, last)

@@ -83,25 +83,32 @@ def cut_within(
 
 
 def recompute_to_fit(
-    request: Request, plan: Plan, seconds: Mapping[str, float], *, worth: Callable[[Plan], bool]
+    request: Request,
+    plan: Plan,
+    seconds: Mapping[str, float],
+    *,
+    hopes: Callable[[Mapping[int, float]], bool],
+    worth: Callable[[Plan], bool],
 ) -> Plan | None:
     """``plan``, which recomputes nothing, with the cheapest recomputation of layers by which every rank fits.
 
     ``seconds``: what ``selective`` and ``full`` cost a layer. On each pipeline rank, its first layers are recomputed in
     full, the next ones selectively; how many follows from the rank's memory under the uniform plans, and the memory
-    model has the last word. None where nothing fits, where a uniform plan is what comes out, or where the plan that
-    comes out is not ``worth`` it.
+    model has the last word. None where nothing fits, where a uniform plan is what comes out, where what ranks
+    recompute (seconds a microbatch) leaves no ``hopes``, or where the plan that comes out is not ``worth`` it.
     """
     held = _layers_of_ranks(request, plan)
     jobs = {mode: request.job(dataclasses.replace(plan, recompute=mode)) for mode in MODES}
-    # The ends first: where one of them cannot fit, the others need not be looked at.
-    order = dict.fromkeys([0, plan.pp - 1, *range(plan.pp)])
     choices: dict[int, tuple[int, int]] = {}
-    for rank in order:
+    extra: dict[int, float] = {}
+    for rank in _telling(plan.pp):
         choice = _of_rank(request, jobs, rank, len(held[rank]), seconds)
         if choice is None:
             return None
         choices[rank] = choice
+        extra[rank] = choice[0] * seconds["full"] + choice[1] * seconds["selective"]
+        if not hopes(extra):
+            return None
     chosen = [choices[rank] for rank in range(plan.pp)]
     for _ in range(_REPAIRS):
         text = _ranges(_modes(held, chosen))
@@ -118,6 +125,11 @@ def recompute_to_fit(
             full, selective = chosen[rank]
             chosen[rank] = (min(full + 1, len(held[rank])), max(0, min(selective, len(held[rank]) - full - 1)))
     return None
+
+
+def _telling(ranks: int) -> list[int]:
+    """All ranks, those first that are fullest most often: the ends, and every eighth."""
+    return list(dict.fromkeys([0, ranks - 1, min(1, ranks - 1), *range(ranks // 2, ranks, 8), *range(ranks)]))
 
 
 def _of_rank(
