@@ -1,0 +1,77 @@
+"""Ranks that share cores: work is conserved, bubbles are filled by others, and a core of one's own is the limit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from plait.core.plan import Plan
+from plait.core.topology import Device, Measured, Tier, Topology
+from plait.models.config import PRESETS
+from plait.planner.clusters import cluster
+from plait.planner.job import PLAIT, Job
+from plait.planner.local import practice, span_of, turns
+from plait.planner.overlap import Pipeline, makespan
+
+
+def _pipe(ranks: int, microbatches: int, name: str = "1f1b", virtual: int = 1) -> Pipeline:
+    stages = ranks * virtual
+    return Pipeline(
+        name=name,
+        ranks=ranks,
+        microbatches=microbatches,
+        forward=(1.0,) * stages,
+        backward=(1.0,) * stages,
+        weight=(1.0,) * stages,
+    )
+
+
+@pytest.mark.parametrize("name", ["1f1b", "gpipe", "zb-h1"])
+@pytest.mark.parametrize(("ranks", "microbatches"), [(2, 4), (4, 8), (3, 2)])
+def test_with_a_core_for_each_it_is_the_usual_makespan(name: str, ranks: int, microbatches: int) -> None:
+    pipe = _pipe(ranks, microbatches, name)
+    assert turns(pipe, 1, ranks, 0.0) == pytest.approx(makespan(pipe))
+    assert turns(pipe, 2, 2 * ranks, 0.0) == pytest.approx(makespan(pipe))
+
+
+def test_copies_fill_each_others_bubbles() -> None:
+    # Two copies of two stages on two cores: whatever stage works, both of its copies do, so no core is ever idle.
+    pipe = _pipe(2, 4)
+    assert turns(pipe, 2, 2, 0.0) == pytest.approx(4 * 3.0)
+    assert makespan(pipe) == pytest.approx(5 * 3.0)
+
+
+def test_a_rank_alone_has_no_more_than_a_core() -> None:
+    # Four stages on two cores: the seconds are of ranks that share, so one alone takes half as long, not a quarter.
+    pipe = _pipe(4, 1)
+    assert turns(pipe, 1, 2, 0.0) == pytest.approx(4 * 3.0 / 2)
+    assert turns(pipe, 1, 1, 0.0) == pytest.approx(4 * 3.0 / 4)
+
+
+def test_waiting_takes_its_share() -> None:
+    pipe = _pipe(4, 8)
+    free, taken = turns(pipe, 1, 2, 0.0), turns(pipe, 1, 2, 0.2)
+    assert free < taken < 1.2 * free
+    assert free >= 8 * 3.0  # all the work there is, on both cores
+
+
+def _topology(cores: int | None, size: int = 8) -> Topology:
+    device = Device(name="cpu", memory=8e9, peaks={"fp32": 1e11}, bandwidth=1e10, kind="cpu")
+    tier = Tier(name="host", size=size, bandwidth=1e9, latency=1e-5)
+    return Topology(name="host", device=device, devices=4, tiers=(tier,), cores=cores, measured=Measured(waiting=0.1))
+
+
+def test_only_crowded_hosts_take_turns() -> None:
+    plan = Plan.parse("pp=2 dp=2")
+    pipe = _pipe(2, 4)
+    job = Job(model=PRESETS["tiny"], plan=plan, topology=_topology(2), seq=64, global_batch=8)
+    crowded = span_of(pipe, job)
+    assert crowded == turns(pipe, 2, 2, 0.1) < makespan(pipe)
+    for topology in (_topology(4), _topology(None), _topology(2, size=2)):
+        assert span_of(pipe, replace(job, topology=topology)) == makespan(pipe)
+
+
+def test_a_cpu_hides_nothing() -> None:
+    assert practice(cluster("h100", 8)) == PLAIT
+    assert not practice(_topology(2)).overlap_grads

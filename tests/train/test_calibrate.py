@@ -1,0 +1,107 @@
+"""`plait calibrate`: what ranks measure, which groups and pairs, what is refused, and the file it leaves."""
+
+from __future__ import annotations
+
+import json
+from itertools import combinations
+from pathlib import Path
+
+import pytest
+import torch
+
+from plait.core.cluster_file import load
+from plait.core.errors import ConfigError
+from plait.core.mesh import Mesh
+from plait.core.topology import GemmPoint
+from plait.planner.clusters import cluster
+from plait.train import calibrate, calibrate_kernels, calibrate_links
+from plait.train.calibrate_links import HOST, NETWORK, partitions, tournament
+from tests.pool import Connect, Pool
+
+
+@pytest.mark.parametrize("size", [2, 3, 6, 7])
+def test_everybody_meets_everybody_once(size: int) -> None:
+    rounds = list(tournament(size))
+    assert len(rounds) == size - 1 + size % 2
+    met = [frozenset(pair) for pairs in rounds for pair in pairs]
+    assert sorted(map(sorted, met)) == sorted(map(sorted, map(frozenset, combinations(range(size), 2))))
+    for pairs in rounds:
+        ranks = [rank for pair in pairs for rank in pair]
+        assert len(ranks) == len(set(ranks))
+
+
+def test_groups_of_each_tier() -> None:
+    one = list(partitions([[0, 1, 2, 3]]))
+    assert one == [(HOST, [(0, 1), (2, 3)]), (HOST, [(0, 1, 2, 3)])]
+    two = list(partitions([[0, 1], [2, 3], [4, 5]]))
+    assert two == [
+        (HOST, [(0, 1), (2, 3), (4, 5)]),
+        (NETWORK, [(0, 2, 4), (1, 3, 5)]),
+        (NETWORK, [(0, 1, 2, 3, 4, 5)]),
+    ]
+    assert list(partitions([[0], [1]])) == [(NETWORK, [(0, 1)])]
+
+
+def test_products_take_their_time() -> None:
+    bench = calibrate_kernels.Bench(device=torch.device("cpu"), barrier=lambda: None, budget=1e-3)
+    points = calibrate_kernels.products(bench, [(8, 16, 24), (64, 256, 256)])
+    assert all(isinstance(point, GemmPoint) and point.seconds > 0 for point in points)
+    shapes = [(p.m, p.n, p.k) for p in points if p.precision == "fp32"]
+    assert shapes == [(8, 16, 24), (64, 256, 256), (256, 256, 64)]
+    (attended,) = calibrate_kernels.attention(bench, [(1, 2, 1, 32, 16)])[:1]
+    assert attended.forward > 0
+    assert attended.backward > 0
+
+
+def _measure(connect: Connect) -> tuple[list[str], float, list[list[float]]]:
+    world = connect(Mesh(dp=4))
+    group = world.partition("pairs", [(0, 1), (2, 3)])
+    points = calibrate_links.collectives(world, HOST, group, (4096, 65536), 2)
+    points += calibrate_links.messages(world, HOST, [(0, 1), (2, 3)], (4096,), 2)
+    assert all(point.seconds > 0 for point in points if point.op != "p2p")
+    found = [point.op for point in points], calibrate_links.waiting(world), calibrate_links.matrix(world)
+    world.close()
+    return found
+
+
+def test_ranks_measure_collectives_messages_and_all_pairs(pool: Pool) -> None:
+    results = pool.run(4, _measure)
+    ops, idle, matrix = results[0]
+    assert ops == [*calibrate_links.COLLECTIVES, *calibrate_links.COLLECTIVES, "p2p"]
+    assert 0 <= idle <= 1
+    for _, _, other in results:
+        assert other == matrix
+    assert all((matrix[a][b] == 0) == (a == b) for a in range(4) for b in range(4))
+    assert matrix[1][2] == matrix[2][1]
+
+
+def test_one_rank_writes_a_cluster_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(calibrate_kernels, "CPU_SHAPES", ((64, 64, 64), (128, 64, 64)))
+    monkeypatch.setattr(calibrate_kernels, "CPU_ATTENTION", ((1, 2, 2, 64, 16),))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    threads = torch.get_num_threads()
+    assert calibrate.run(None, as_json=True, quick=True, processes=[1], device="cpu") == 0
+    torch.set_num_threads(threads)
+    said = json.loads(capsys.readouterr().out)
+    found = load(said["file"])
+    assert found == cluster("local", found.devices)
+    assert found.device.kind == "cpu"
+    assert found.cores is not None
+    assert found.measured.bandwidth is not None
+    assert {point.precision for point in found.measured.gemm} == {"fp32", "bf16"}
+    assert said["points"]["gemm"] == len(found.measured.gemm)
+    assert found.with_devices(2).measured.launch == pytest.approx(
+        (found.measured.launch or 0) * max(1, 2 / found.cores), rel=1e-6
+    )
+
+
+def test_what_cannot_be_is_refused_before_anything_is_measured(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"processes=\[0\]: expected numbers of ranks, at least 1"):
+        calibrate.run(tmp_path / "out.toml", processes=[0])
+    with pytest.raises(ConfigError, match="cannot be written"):
+        calibrate.run(tmp_path, processes=[1])
+    (tmp_path / "file").write_text("", encoding="utf-8")
+    with pytest.raises(ConfigError, match="cannot be written"):
+        calibrate.run(tmp_path / "file" / "out.toml", processes=[1])
