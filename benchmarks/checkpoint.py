@@ -66,9 +66,6 @@ class Ranks:
         dist.all_gather(rows, torch.cat([content, content.new_zeros(widest - content.numel())]), group=self._group)
         return [json.loads(bytes(row[: int(size)].tolist())) for row, size in zip(rows, sizes, strict=True)]
 
-    def barrier(self) -> None:
-        dist.barrier(group=self._group)
-
 
 def _shapes(megabytes: int) -> dict[str, tuple[int, ...]]:
     """A decoder's tensors, as many layers as the size asks for."""
@@ -335,9 +332,10 @@ def main() -> None:
     rows = _lines(found)
     gigabytes = found["bytes"] / 1e9
     print(f"{options.ranks} ranks, {gigabytes:.3f} GB, {options.repeats} repeats")
-    print(
-        f"{'what':6} {'beside':6} {'ratio':>6} {'q1':>6} {'q3':>6} {'plait':>9} {'other':>9} {'GB/s':>6} {'GB/s':>6} cpu of a rank"
-    )
+    heads = ("ratio", "q1", "q3", "plait", "other", "plait", "other", "plait", "other")
+    widths = (6, 6, 6, 9, 9, 6, 6, 7, 7)
+    print(" " * 34 + "      seconds           GB/s      processor")
+    print("what   beside " + " ".join(f"{head:>{width}}" for head, width in zip(heads, widths, strict=True)))
     for row in rows:
         rates = f"{gigabytes / row['plait_s']:6.2f} {gigabytes / row['other_s']:6.2f}"
         print(

@@ -97,9 +97,6 @@ class Alone:
     def gather(self, value: Any) -> list[Any]:
         return [json.loads(json.dumps(value))]
 
-    def barrier(self) -> None:
-        return None
-
 
 class Threads:
     """The agreement of threads of one process; make one for all, and call `of` for each rank."""
@@ -170,9 +167,6 @@ class Files:
                     raise OSError(f"ranks {missing} are gone")
             time.sleep(0.001)
         return [json.loads(row.read_text()) for row in rows]
-
-    def barrier(self) -> None:
-        self.gather(None)
 
 
 def save(folder: Path, ranks: int, step: int, **options: Any) -> list[Any]:

@@ -50,7 +50,3 @@ class Agreement(Protocol):
     def gather(self, value: Any) -> list[Any]:
         """Every rank's ``value`` (plain JSON), in rank order, on every rank."""
         ...
-
-    def barrier(self) -> None:
-        """Return when every rank has come here."""
-        ...
