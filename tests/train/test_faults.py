@@ -14,9 +14,11 @@ from pathlib import Path
 import pytest
 
 from plait.core.config import dump
+from plait.core.errors import ConfigError
 from plait.telemetry.record import read_metrics
 from plait.train.events_log import EVENTS, LoggedEvent, read
 from plait.train.local import Watched, WorkerFailed, run_local
+from plait.train.replicas import memory_folder
 from plait.train.restart import supervise
 from tests.faults import RANK, fail_at, plan_faults
 from tests.pool import Pool
@@ -85,14 +87,43 @@ def test_whatever_befalls_a_rank_the_run_comes_to_the_same_end(
 
 
 def test_a_run_that_loses_a_rank_for_good_goes_on_with_fewer(undisturbed: Path, tokens: Path, tmp_path: Path) -> None:
-    """Rank 1 dies at once whenever it is started: its place is given up."""
+    """Rank 1 ends at once whenever it is started: its place is given up, and what it had is computed by the other."""
     folder = tmp_path / "run"
     run = config(tokens, folder, *RUN, "plan.dp=2", f"run.timeout={TIMEOUT}")
-    plan_faults(folder, fail_at(1, 2, "step", "SIGKILL"), fail_at(1, 2, "step", "exit", times=9))
+    plan_faults(folder, fail_at(1, 0, "step", "exit", times=9))
     supervise(run, 2, as_json=True, function=RANK)
     same_run(folder, undisturbed)
     assert [event.fields["plan"] for event in events(folder, "plan")] == ["dp=1"]
     assert [event.fields["ranks"] for event in events(folder, "plan")] == [1]
+
+
+def test_replicas_in_memory_cost_a_step_at_most(undisturbed: Path, tokens: Path, tmp_path: Path) -> None:
+    """Nothing is on the disk, and the run goes on from the step before that in which its rank was killed."""
+    folder = tmp_path / "run"
+    more = ("plan.dp=2", "checkpoint.every=0", "checkpoint.asynchronous=false", "run.replicas=1")
+    plan_faults(folder, fail_at(1, 5, "step", "SIGKILL"))
+    supervise(config(tokens, folder, *RUN, *more), 2, as_json=True, function=RANK)
+    assert steps(folder) == list(range(8))
+    same_run(folder, undisturbed, loss=0.0, weights=0.0)
+    assert [event.fields["from_step"] for event in events(folder, "restart")] == [5]
+    assert [event.fields["step"] for event in events(folder, "resume")] == [5]
+    assert not [name for name in os.listdir("/dev/shm") if name.startswith(f"plait-memory-{os.getpid()}-")]
+    assert os.listdir(folder / "checkpoints") != []  # the one of the end
+
+
+def test_memory_that_a_killed_supervisor_has_left_is_freed(tmp_path: Path) -> None:
+    child = subprocess.Popen(["true"])
+    child.wait()
+    for left in (f"plait-memory-{child.pid}-abc", f"plait-memory-{os.getpid()}-abc", "others"):
+        (tmp_path / left).mkdir()
+    with memory_folder(True, tmp_path) as folder:
+        assert folder is not None
+        assert sorted(os.listdir(tmp_path)) == sorted([folder.name, f"plait-memory-{os.getpid()}-abc", "others"])
+    assert not folder.exists()
+    with memory_folder(False) as none:
+        assert none is None
+    with pytest.raises(ConfigError, match=r"run\.replicas"), memory_folder(True, tmp_path / "nowhere"):
+        pass
 
 
 def test_a_signal_saves_the_run_and_it_goes_on_later(undisturbed: Path, tokens: Path, tmp_path: Path) -> None:

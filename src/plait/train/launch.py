@@ -59,6 +59,8 @@ class Worker:
     timeout: float
     watch: Path | None = None
     """Private folder in which the launcher of this rank looks for its signs of life; None: another launcher's rank."""
+    memory: Path | None = None
+    """Folder of memory files that outlives the ranks, for `plait.train.replicas`; None: there is none."""
 
     def connect(self, mesh: Mesh) -> World:
         """Join the ranks of ``mesh``; PlanError when the launcher started another number of them."""

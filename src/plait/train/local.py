@@ -97,6 +97,8 @@ class Watched:
     grace: float
     recall: Callable[[], bool]
     places: Sequence[int] | None = None
+    memory: Path | None = None
+    """Folder of memory files that outlives the ranks; None: there is none."""
 
 
 def run_local(job: Mapping[str, object], processes: int, *, timeout: float, watched: Watched | None = None) -> None:
@@ -111,7 +113,8 @@ def run_local(job: Mapping[str, object], processes: int, *, timeout: float, watc
     with tempfile.TemporaryDirectory(prefix="plait-", ignore_cleanup_errors=True) as name:
         folder = Path(name)
         try:
-            (folder / "job.json").write_text(json.dumps({**job, "watch": name}), encoding="utf-8")
+            memory = str(watched.memory) if watched is not None and watched.memory is not None else None
+            (folder / "job.json").write_text(json.dumps({**job, "watch": name, "memory": memory}), encoding="utf-8")
         except TypeError as error:
             raise ConfigError(f"the arguments of a launched function have to be JSON values: {error}") from error
         store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)

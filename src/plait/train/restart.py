@@ -22,6 +22,7 @@ from plait.train.elastic import FAILURES, Slots, fit
 from plait.train.events_log import EVENTS, EventLog
 from plait.train.launch import launch
 from plait.train.local import Watched, WorkerFailed
+from plait.train.replicas import memory_folder
 from plait.train.supervise import StoppedError
 
 RANK = "plait.train.trainer:run_rank"
@@ -42,16 +43,18 @@ def supervise(config: Config, processes: int, *, as_json: bool, function: str = 
     `launch` does, for a failure that cannot be recovered from, and `StoppedError` once a run that a signal asked to end
     has saved its state.
     """
-    _Supervisor(config, processes, as_json, function).run()
+    with memory_folder(config.run.replicas > 0) as memory:
+        _Supervisor(config, processes, as_json, function, memory).run()
 
 
 @final
 class _Supervisor:
-    def __init__(self, config: Config, processes: int, as_json: bool, function: str) -> None:
+    def __init__(self, config: Config, processes: int, as_json: bool, function: str, memory: Path | None) -> None:
         assert config.run.dir is not None, "claim_folder names it"
         self._config, self._as_json, self._function = config, as_json, function
         self._folder: Path = config.run.dir
         self._checkpoints = config.checkpoint.dir or self._folder / CHECKPOINTS
+        self._memory = memory
         self._log = EventLog(self._folder / EVENTS)
         self._slots = Slots.of(processes)
         self._places = self._slots.usable()
@@ -105,7 +108,12 @@ class _Supervisor:
             device=run.device,
             timeout=run.timeout,
             threads=run.threads,
-            watched=Watched(grace=run.grace, recall=self._recalled, places=None if whole else self._places[:size]),
+            watched=Watched(
+                grace=run.grace,
+                recall=self._recalled,
+                places=None if whole else self._places[:size],
+                memory=self._memory,
+            ),
         )
 
     def _recalled(self) -> bool:
@@ -187,8 +195,9 @@ class _Supervisor:
         _say(f"the run starts again from step {self._step()} (restart {count} of {most} without a new checkpoint)")
 
     def _last_commit(self) -> Entry | None:
-        entries = committed(self._checkpoints)
-        return entries[-1] if entries else None
+        """The newest checkpoint, on the disk or in memory."""
+        folders = [self._checkpoints, *([self._memory] if self._memory is not None else [])]
+        return max((entry for folder in folders for entry in committed(folder)[-1:]), default=None)
 
     def _step(self) -> int:
         """Steps that the newest checkpoint has."""

@@ -33,6 +33,7 @@ from plait.telemetry.record import read_metrics
 from plait.train.data import Samples
 from plait.train.events_log import EVENTS, EventLog
 from plait.train.exchange import counted_elements, gather_json, pieces_of, read_stretches, together
+from plait.train.replicas import Replicas
 from plait.train.run import Setup
 from plait.train.same import check_same, expected, identity
 from plait.train.step import Steps
@@ -66,7 +67,9 @@ class Keeper:
     that are there.
     """
 
-    def __init__(self, setup: Setup, parallel: Parallel, samples: Samples, steps: Steps) -> None:
+    def __init__(
+        self, setup: Setup, parallel: Parallel, samples: Samples, steps: Steps, memory: Path | None = None
+    ) -> None:
         self._setup, self._parallel, self._steps, self._world = setup, parallel, steps, parallel.world
         section, run = setup.config.checkpoint, setup.config.run
         assert run.dir is not None, "claim_folder names it"
@@ -77,6 +80,7 @@ class Keeper:
         self._peers = Peers(self._world)
         self._saved: int | None = None
         self._warnings: list[str] = []
+        self._replicas: Replicas | None = None
 
         def make() -> None:
             if not run.resume and committed(self.folder):
@@ -92,6 +96,15 @@ class Keeper:
                 keep_every=section.keep_every,
                 asynchronous=section.asynchronous,
             )
+
+            if memory is not None and run.replicas:
+                self._replicas = Replicas(
+                    memory,
+                    rank=self._world.rank,
+                    group=Peers(self._world),
+                    every=run.replicas,
+                    asynchronous=section.asynchronous,
+                )
 
         together(self._world, make)
 
@@ -124,12 +137,15 @@ class Keeper:
         return Snapshot(step=step, pieces=pieces, scalars=scalars)
 
     def save_if_due(self, step: int) -> None:
-        """`save` every ``checkpoint.every`` steps."""
+        """`save` every ``checkpoint.every`` steps, in memory every ``run.replicas``."""
         every = self._setup.config.checkpoint.every
         if every and step % every == 0:
             self.save(step)
         else:
             self._hear(self._saver.poll())
+            if self._replicas is not None:
+                self._replicas.save_if_due(step, self.snapshot)
+                self._hear(self._replicas.poll())
 
     def finish(self, step: int) -> bool:
         """Save, and wait; whether the state after ``step`` steps is on the disk."""
@@ -190,7 +206,10 @@ class Keeper:
             self.note("damaged", {"error": trouble})
         if path is None and passed:
             raise WeightsError(f"{self.folder} holds no checkpoint that is whole: {passed[0]}")
-        return path
+        replica = self._replicas.newest() if self._replicas is not None else None
+        if replica is None or (path is not None and Checkpoint.open(path).scalars["step"] >= replica.step):
+            return path
+        return replica.path
 
     def _load(self, path: Path) -> int:
         world, parallel, steps = self._world, self._parallel, self._steps

@@ -109,7 +109,7 @@ def train(setup: Setup, world: World, *, as_json: bool = False, worker: Worker |
     peak = facts["peak_flops"]
     meter = Meter(setup, parallel, recorder, peak if isinstance(peak, float) else None)
     steps = Steps(setup, parallel, samples, config.train.steps)
-    keeper = Keeper(setup, parallel, samples, steps)
+    keeper = Keeper(setup, parallel, samples, steps, worker.memory)
     heart, policy = Heartbeat(worker), NaNPolicy(config, keeper, steps)
     stragglers = Stragglers(world.mesh.groups(("dp", "cp", "tp")), log=keeper.log)
     trace_step = min(config.train.trace_step, config.train.steps - 1)

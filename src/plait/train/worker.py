@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import importlib
 import importlib.util
 import json
@@ -113,6 +114,8 @@ def start(path: str) -> NoReturn:
     place = placed()
     assert place is not None, "the launcher sets RANK and WORLD_SIZE"
     worker = Worker(place=place, device=job["device"], timeout=job["timeout"], watch=Path(job["watch"]))
+    if job["memory"] is not None:
+        worker = dataclasses.replace(worker, memory=Path(job["memory"]))
     code, _ = run(job["function"], worker, job["args"])
     sys.stdout.flush()
     sys.stderr.flush()
