@@ -247,7 +247,7 @@ class Keeper:
                 f"{path.name} was saved by plan {scalars['plan']!r} on {scalars['ranks']} ranks: what its compression "
                 "had kept back of the gradients is left out"
             )
-        self._saved = done
+        self._saved = done if path.parent == self.folder else None  # a replica is not on the disk
         self._forget(done)
         return done
 
