@@ -87,9 +87,9 @@ CONSTANTS: Mapping[str, Constant] = {
     "low_share.B200": _c(0.58, "of peak", "the same in fp8", "megatron_bridge_perf"),
     "low_share.GB200": _c(0.53, "of peak", "the same in fp8, 1200 W", "megatron_bridge_perf"),
     "low_share.GB300": _c(0.75, "of peak", "the same in fp8, 1400 W", "megatron_bridge_perf"),
-    "low_share.B300": _c(0.62, "of peak", "the same in fp8, 1100 W", "megatron_bridge_perf"),
+    "low_share.B300": _c(0.68, "of peak", "the same in fp8, 1100 W", "megatron_bridge_perf"),
     "gemm_share.GB200": _c(0.60, "of peak", "rate of a large product, no waves lost, 1200 W", "megatron_bridge_perf"),
-    "gemm_share.GB300": _c(0.58, "of peak", "rate of a large product, no waves lost, 1400 W", "megatron_bridge_perf"),
+    "gemm_share.GB300": _c(0.56, "of peak", "rate of a large product, no waves lost, 1400 W", "megatron_bridge_perf"),
     "fp4_share": _c(0.45, "of peak", "the same in fp4", "megatron_bridge_perf"),
     "processors": _c(132, "count", "processors that tiles are spread over (SMs)", "data sheet"),
     "processors.A100": _c(108, "count", "processors that tiles are spread over (SMs)", "data sheet"),
@@ -111,7 +111,7 @@ CONSTANTS: Mapping[str, Constant] = {
         0.85, "1", "square root of 500 W over 700 W: rate follows clock, power its square or more", "physics"
     ),
     # --- attention
-    "flash_forward": _c(0.46, "of peak", "flash attention forward, head 128", "llm_foundry_mpt"),
+    "flash_forward": _c(0.43, "of peak", "flash attention forward, head 128", "llm_foundry_mpt"),
     "flash_forward.A100": _c(0.72, "of peak", "flash attention forward, head 128", _CALIB),
     "flash_forward.B200": _c(0.60, "of peak", "flash attention forward, head 128", _CALIB),
     "flash_backward": _c(0.35, "of peak", "flash attention backward, head 128", "llm_foundry_mpt"),
@@ -139,7 +139,7 @@ CONSTANTS: Mapping[str, Constant] = {
     "memory_share": _c(0.75, "of bandwidth", "memory-bound operators", "hardware.json"),
     "optimizer_share": _c(0.70, "of bandwidth", "the optimizer step", "hardware.json"),
     "optimizer_passes": _c(
-        1.0, "1", "bytes the optimizer moves over those of its state read and written once", "zero_bubble"
+        1.1, "1", "bytes the optimizer moves over those of its state read and written once", "zero_bubble"
     ),
     # --- host
     "launch": _c(26e-6, "s", "host time of one operator", "vtrain_a100"),
@@ -175,7 +175,7 @@ CONSTANTS: Mapping[str, Constant] = {
     "network_share": _c(0.65, "of bandwidth", "collectives between nodes", _NCCL),
     "p2p_share": _c(0.7, "of bandwidth", "one message between two devices", _NCCL),
     "link_step": _c(8.3e-6, "s", "latency of one step of a ring inside a node", _NCCL),
-    "network_step": _c(12e-6, "s", "latency of one step between nodes", _NCCL),
+    "network_step": _c(15e-6, "s", "latency of one step between nodes", _NCCL),
     "collective_base": _c(23e-6, "s", "fixed latency of a collective", _NCCL),
     # --- overlap
     "contention": _c(0.25, "s/s", "slowing of compute by communication beside it", "llm_foundry_mpt"),
@@ -200,10 +200,10 @@ CONSTANTS: Mapping[str, Constant] = {
     "owner.internevo": _c(2.5e-3, "s", "the same under InternEvo", "internevo"),
     # --- interval
     "spread": _c(0.12, "1", "80% of residuals of the log of step time are within", "all kinds"),
-    "spread.dense": _c(0.11, "1", "the same, dense on one node", "fit sources"),
-    "spread.dense_nodes": _c(0.10, "1", "the same, dense on several nodes", "fit sources"),
-    "spread.experts": _c(0.28, "1", "the same, experts on one node", "fit sources"),
-    "spread.experts_nodes": _c(0.16, "1", "the same, experts on several nodes", "fit sources"),
+    "spread.dense": _c(0.12, "1", "the same, dense on one node", "residuals on all sources, alike"),
+    "spread.dense_nodes": _c(0.12, "1", "the same, dense on several nodes", "residuals on all sources, alike"),
+    "spread.experts": _c(0.2, "1", "the same, experts on one node", "residuals on all sources, alike"),
+    "spread.experts_nodes": _c(0.16, "1", "the same, experts on several nodes", "residuals on all sources, alike"),
 }
 
 

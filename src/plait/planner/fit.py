@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import math
 import sys
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -32,12 +32,15 @@ CAP = 0.5
 Rows = Mapping[str, Sequence[tuple[Job, float]]]
 
 
-def measured(path: str, sources: Sequence[str] = FIT_SOURCES) -> Rows:
-    """Source and kind of cluster -> its jobs and step times in seconds; identical jobs once, at their mean time."""
+def measured(path: str, sources: Sequence[str] | None = FIT_SOURCES) -> Rows:
+    """Source and kind of cluster -> jobs and their step times in seconds; identical jobs once, at their mean time.
+
+    ``sources`` None: all of the file's.
+    """
     found: dict[str, dict[str, list[tuple[Job, float]]]] = defaultdict(lambda: defaultdict(list))
     clusters: dict[str, Topology] = {}
     for row in rows(path):
-        if row.source not in sources or row.step_time is None:
+        if row.step_time is None or (sources is not None and row.source not in sources):
             continue
         try:
             job = job_of(row)
@@ -84,13 +87,23 @@ def descend(data: Rows, names: Sequence[str], rounds: int) -> tuple[float, dict[
 
 
 def spreads(data: Rows, values: Mapping[str, float]) -> dict[str, float]:
-    """Kind of job -> the log error that 80% of its rows stay within."""
+    """Kind of job -> the log error that 80% of rows stay within, sources weighed alike."""
     table = DEFAULT.replace(values)
-    errors: dict[str, list[float]] = defaultdict(list)
+    found: dict[str, list[tuple[float, float]]] = defaultdict(list)
     for pairs in data.values():
-        for job, time in pairs:
-            errors[kind_of(job)].append(abs(math.log(predict(job, table).step_time / time)))
-    return {kind: sorted(found)[int(len(found) * 4 / 5)] for kind, found in errors.items()}
+        errors = [(kind_of(job), abs(math.log(predict(job, table).step_time / time))) for job, time in pairs]
+        counts = Counter(kind for kind, _ in errors)
+        for kind, error in errors:
+            found[kind].append((error, 1 / counts[kind]))
+    result = {}
+    for kind, weighed in found.items():
+        left = sum(weight for _, weight in weighed) * 4 / 5
+        for error, weight in sorted(weighed):
+            left -= weight
+            result[kind] = error
+            if left <= 0:
+                break
+    return result
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -113,7 +126,8 @@ def main(arguments: Sequence[str]) -> int:
         if value != CONSTANTS[name].value:
             print(f"{name}: {CONSTANTS[name].value:.4g} -> {value:.4g}")
     print(f"loss {best:.4f}")
-    for kind, spread in sorted(spreads(data, values).items()):
+    # Intervals are for what was not fitted on, too.
+    for kind, spread in sorted(spreads(measured(given.published, None), values).items()):
         print(f"spread.{kind}: {spread:.2f}")
     return 0
 
