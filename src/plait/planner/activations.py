@@ -32,8 +32,10 @@ _CHUNK: Final = 1 << 20
 def norm(model: ModelConfig, at: Local, practice: Practice, *, saved_input: bool = True) -> Step:
     """The norm before a branch: its input (the residual stream) and the scales; its result is kept by the branch."""
     statistics = WIDE * at.own if model.norm == "rmsnorm" else 2 * at.width * at.own
-    # plait's backward works in fp32, beside what comes: the normalised rows, their gradient, and the product of both.
-    work = 3.0 * WIDE * at.own * at.hidden + at.stream if is_plait(practice) and model.norm == "rmsnorm" else 2 * at.stream
+    # plait's backward works in fp32, beside what comes: the normalised rows, their gradient, both multiplied.
+    work = (
+        3.0 * WIDE * at.own * at.hidden + at.stream if is_plait(practice) and model.norm == "rmsnorm" else 2 * at.stream
+    )
     return Step(kind="norm", keeps=(at.stream if saved_input else 0.0) + statistics, backward=work)
 
 
@@ -176,7 +178,8 @@ def head_steps(model: ModelConfig, plan: Plan, practice: Practice, at: Local) ->
         forward=gathered,
         backward=gathered + at.wide_stream + temporary,
     )
-    into = Step(kind="norm", keeps=at.stream)
+    whole = at.sp and habits_of(practice).gathered_inputs and not is_plait(practice)
+    into = Step(kind="norm", keeps=at.wide_stream if whole else at.stream)
     return norm(model, at, practice), into, head, loss
 
 

@@ -19,7 +19,7 @@ class Habits:
     keeps_output: bool = True
     """A stage keeps what it has sent (Megatron lets it go: Korthikanti et al. 2022, appendix B)."""
     gathered_inputs: bool = False
-    """Sequence parallel: linear layers keep the rows of all ranks (nanotron), not their own to gather again."""
+    """Sequence parallel: linear layers keep all ranks' rows (DTensor, nanotron), not their own to gather again."""
     eager: bool = False
     """Pointwise operators keep their results (silu's beside the product), where no compiler fuses them."""
     dummies: bool = False
@@ -47,7 +47,7 @@ _OF: Final[Mapping[str, Habits]] = {
     "nanotron": Habits(gathered_inputs=True, eager=True, half_gradients=2.0),
     # Flat half-precision and fp32 copies of the gradients (2 + 4), and foreach AdamW's root and denominator (4 + 4).
     "internevo": Habits(update=14.0, eager=True),
-    "torchtitan": Habits(logits=_EAGER_LOSS, saves_matmuls=True, fsdp=True),
+    "torchtitan": Habits(logits=_EAGER_LOSS, gathered_inputs=True, saves_matmuls=True, fsdp=True),
     "fsdp": Habits(logits=_EAGER_LOSS, eager=True, fsdp=True),
     "maxtext": Habits(logits=(4.0, 0.0, 4.0)),
 }

@@ -95,6 +95,9 @@ def _rank(job: Job, pp: int, live: Live, bounds: tuple[tuple[int, int], ...]) ->
             both[part] = both.get(part, 0) + number
     if "embed" in both:
         both.pop("tied", None)  # one rank has both ends: the tensor is there once
+    if count - 1 in mine and job.practice.mtp_layers:
+        kind = "dense" if model.moe_of(model.num_layers - 1) is None else "moe"
+        both[kind] = both.get(kind, 0) + job.practice.mtp_layers
     weights, gradients, optimizer = state_bytes(job, elements(parts, both))
     come_forward, come_backward = passing(job, parts, held)
     base = weights + gradients + optimizer + standing(job, parts, both)
@@ -136,6 +139,8 @@ def _fullest(
     for moment in moments:
         stage = stages[moment.stage]
         kept = sum(stages[index].keeps * n for index, n in zip(mine, moment.live, strict=True))
+        if job.practice.offload:
+            kept = stage.keeps if moment.kind == "B" else 0.0  # the host has what the others keep
         kept += sum(stages[index].waits * n for index, n in zip(mine, moment.waiting, strict=True))
         work = {"F": stage.forward, "B": stage.split if split else stage.backward, "W": 0.0}[moment.kind]
         held = kept + work + (coming[0] if moment.kind == "F" else coming[1])

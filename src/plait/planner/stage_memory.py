@@ -59,6 +59,11 @@ def stage_memory(
         _run(layer_steps(model, plan, practice, at, layer, mode), n, at)
         for layer, mode, n in _alike(model, plan, first, stop)
     ]
+    if last and practice.mtp_layers:
+        # Layers that predict further tokens, each with a projection of two streams to one and a head of its own.
+        joined = Step(kind="norm", keeps=3 * at.stream)
+        further = (joined, *layer_steps(model, plan, practice, at, model.num_layers - 1, "none"))
+        runs.append(_run((*further, *head_steps(model, plan, practice, at)), practice.mtp_layers, at))
     if index == 0:
         runs.insert(0, _run(embedding_steps(model, plan, practice, at), 1, at))
     head = _head(model, plan, practice, at) if last else None
