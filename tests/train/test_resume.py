@@ -238,6 +238,30 @@ def test_another_plan_goes_on_with_the_same_run(
     same_run(tmp_path / "run", tmp_path / "straight")
 
 
+def seen_losses(connect: Connect, text: str, world_size: int) -> list[tuple[float, float, float]]:
+    """(loss, norm, learning rate) of every step, as this rank was told."""
+    seen: list[tuple[float, float, float]] = []
+    take = Steps.take
+
+    def taking(steps: Steps, step: int) -> Taken:
+        taken = take(steps, step)
+        seen.append((taken.loss, taken.norm, taken.lr))
+        return taken
+
+    with mock.patch.object(Steps, "take", taking):
+        train_until(connect, text, world_size, None)
+    return seen
+
+
+def test_every_rank_is_told_the_same_loss(pool: Pool, tokens: Path, tmp_path: Path) -> None:
+    """Also those whose stage computes none (P12)."""
+    run = config(tokens, tmp_path / "run", *RUN, "plan.pp=2", "plan.tp=2", "train.steps=2")
+    first, *others = pool.run(4, seen_losses, dump(run), 4)
+    assert all(other == first for other in others)
+    rows = read_metrics(tmp_path / "run/metrics.jsonl")
+    assert first == [(row["loss"], row["grad_norm"], row["lr"]) for row in rows]
+
+
 def test_compression_under_another_plan_begins_anew_and_says_so(
     pool: Pool, tokens: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -294,11 +318,12 @@ def short(tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_a_finished_run_is_finished_again(short: Path, tokens: Path) -> None:
+def test_a_finished_run_is_finished_again(short: Path, tokens: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """As after a kill between the last checkpoint and the weights: no step is taken, the weights are written."""
     shutil.rmtree(short / "weights")
     rows = read_metrics(short / "metrics.jsonl")
     train(prepare(config(tokens, short, *RUN, "train.steps=2", "run.resume=true")), World.alone(), as_json=True)
+    assert "2 steps were done already, of train.steps=2: no step was taken" in capfd.readouterr().err
     assert read_metrics(short / "metrics.jsonl") == rows
     assert (short / "weights/manifest.json").is_file()
     assert len(list((short / "checkpoints").glob("step-*"))) == 1

@@ -17,6 +17,7 @@ from plait.parallel.apply import Parallel
 from plait.parallel.precision import fp8_reason
 from plait.telemetry.record import EVAL_KEY, Metrics, Recorder, write_trace
 from plait.train.data import Samples
+from plait.train.elastic import fit
 from plait.train.exchange import make_tokens, shared_folder, write_weights
 from plait.train.heartbeat import Heartbeat
 from plait.train.launch import Place, Worker, launch, placed
@@ -38,8 +39,10 @@ def start(config: Config, *, as_json: bool = False) -> None:
     """
     if restarted() and config.run.dir is not None:
         config = dataclasses.replace(config, run=dataclasses.replace(config.run, resume=True))
-    setup = prepare(config)
     place = placed()
+    if place is not None and config.run.resume:  # torchrun may have started another number of ranks than before
+        config, _ = fit(config, place.world_size, exactly=True)
+    setup = prepare(config)
     if place is None:
         check_device(config.run.device, setup.world_size, setup.plan.precision)
     if place is None or place.rank == 0:
@@ -144,6 +147,8 @@ def train(setup: Setup, world: World, *, as_json: bool = False, worker: Worker |
         write_weights(folder / "weights", world, setup.model, parallel.zero)
         if row:
             show.done(folder)
+        else:
+            warn(chief, f"{step} steps were done already, of train.steps={config.train.steps}: no step was taken")
 
 
 def save(keeper: Keeper, step: int, *, asked: int, chief: bool) -> None:
