@@ -179,6 +179,7 @@ CONSTANTS: Mapping[str, Constant] = {
     "collective_base": _c(23e-6, "s", "fixed latency of a collective", _NCCL),
     # --- overlap
     "contention": _c(0.25, "s/s", "slowing of compute by communication beside it", "llm_foundry_mpt"),
+    "contention.TPU": _c(0.0, "s/s", "the same on a TPU, whose DMA engines send", "definition"),
     "contention.cpu": _c(1.0, "s/s", "the same on a CPU, whose cores do both", "definition"),
     "gemm_share.cpu": _c(1.0, "of peak", "of a CPU the peak is the best that was measured", "definition"),
     "hidden_share": _c(0.5, "1", "share of compute that data-parallel communication can hide under", "llm_foundry_mpt"),

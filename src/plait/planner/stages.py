@@ -170,7 +170,10 @@ def _share(machine: Machine, cut: Slice, message: Message, cost: float, name: st
         if name == "W":
             # The input is gathered again while its gradient is computed.
             return under(cost, cost, contention)
-        return under(cost, cost * table.of("split_share", family) if practice.overlap_tp else 0.0, contention)
+        # Overlap in parts is of one domain of fast links (user buffers, symmetric memory).
+        inside = cut.tp <= machine.topology.tiers[0].size
+        split = cost * table.of("split_share", family) if practice.overlap_tp and inside else 0.0
+        return under(cost, split, contention)
     if message.axis == "ep" and practice.overlap_ep:
         return under(cost, min(device, cost * table.of("expert_hidden", family)), contention)
     return under(cost, 0.0, contention)
