@@ -137,9 +137,11 @@ class _Dry:
         self._watch = Watch(lambda: world.book.doing or self._label, share=1 / plan.tp)
         with self._watch:
             self._parallel = parallelize(model, plan, world, weights=_NoValues(model.config))
-            for _, view, _ in self._parallel.zero.parameters():
-                if plan.zero == 3:
-                    self._watch.follow(view.untyped_storage())
+            for bucket in self._parallel.zero.buckets:
+                if bucket.gathered:
+                    # Filling took views of it, and a view gives a fake tensor without memory some.
+                    bucket.weights.untyped_storage().resize_(0)
+                    self._watch.follow(bucket.weights.untyped_storage())
         for mixture in self._parallel.mixtures.values():
             mixture.read = _even(model.config)
 

@@ -116,12 +116,14 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def follow(self, storage: torch.UntypedStorage) -> None:
         """Look at the size of ``storage`` again and again: no operator says when it loses its memory (ZeRO 3)."""
-        self._followed.add(storage._cdata)
         self._hold(storage)
+        self._followed.add(storage._cdata)
+        if storage.nbytes():
+            self._whole.add(storage._cdata)
 
     def _see(self, values: Any) -> None:
         for value in values:
-            if isinstance(value, Tensor):
+            if isinstance(value, Tensor) and value.device.type != "meta":
                 self._hold(value.untyped_storage())
             elif isinstance(value, (list, tuple)):
                 self._see(value)
