@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
+from plait.planner.constants import ALIKE
 from plait.planner.job import Practice
 
 
@@ -54,5 +55,6 @@ _OF: Final[Mapping[str, Habits]] = {
 
 
 def habits_of(practice: Practice) -> Habits:
-    """The row of the practice's framework; the usual ones for a framework that has none."""
-    return _OF.get(practice.framework, Habits())
+    """The row of the practice's framework, or of the one that it is like; the usual ones where there is none."""
+    name = practice.framework
+    return _OF.get(name, _OF.get(ALIKE.get(name, name), Habits()))
