@@ -101,6 +101,12 @@ class Leaves:
         """Seconds of the leaf at ``place``."""
         return float(self._of["bounds"][tuple(self._places[place])])
 
+    def has(self, place: int, wanted: Mapping[str, object]) -> bool:
+        """Whether the leaf at ``place`` has these values of a plan (``zero`` is open)."""
+        entry, mode = self._places[place].tolist()
+        here = {**dataclasses.asdict(self._pipes.pipes[entry]), "recompute": self._modes[mode]}
+        return all(here[name] == value for name, value in wanted.items() if name != "zero")
+
     def leaf(self, place: int) -> Leaf:
         """The leaf at ``place``."""
         entry, mode = self._places[place].tolist()
@@ -212,8 +218,8 @@ class Bounds:
             self._pipes = Pipes(found, request.model, self._numbers, len(self._kinds) + 2)
         return len(found)
 
-    def leaves(self, cell: Cell) -> Leaves:
-        """The forms of ``cell`` that may fit at some ZeRO level."""
+    def leaves(self, cell: Cell, *, all_of_them: bool = False) -> Leaves:
+        """The forms of ``cell`` that may fit at some ZeRO level, or all."""
         pipes = self._pipes
         assert pipes is not None, "lay() comes first"
         dps = dict(meshes(self.request, cell.tp, cell.cp))
@@ -225,6 +231,8 @@ class Bounds:
             bounds = (spans + (counts * self._host)[:, None]) * _ROUNDING
             kept = pipes.kept(counts, np.array([self._kept(cell, mode) for mode in self._modes]).T) * _ROUNDING
             fits = state[:, None] + kept <= self.request.memory
+        if all_of_them:
+            fits[:] = True
         if len(self._modes) > 1:
             fits[:, 0] = fits.any(axis=1)  # some of its layers can be recomputed
         bounds = np.where(fits & (bounds < np.inf), bounds, np.inf)
@@ -251,6 +259,10 @@ class Bounds:
         first = [self._numbers.index(number) for number in range(len(self._kinds))]
         steps = [layer_steps(request.model, plan, request.practice, at, layer, known) for layer in first]
         return [*(sum(step.keeps for step in one) for one in steps), 0.0, 0.0]
+
+    def state_of(self, cell: Cell, pp: int, dp: int, zero: int) -> float:
+        """Bytes of state of a mean rank."""
+        return self._state.bytes(cell, pp, dp, zero)
 
     def excess(self, leaf: Leaf, zero: int) -> float:
         """Bytes that the first rank lacks, at least; 0 or less where it may fit."""
@@ -281,9 +293,17 @@ class Bounds:
         data, copies = leaf.dp * cell.cp, leaf.dp * cell.cp * cell.tp // (cell.ep * cell.etp)
         experts = cell.ep * cell.etp
         update = sent = 0.0
-        for count, sharing, stride in ((state.dense / cell.tp, data, cell.tp), (state.experts / experts, copies, experts)):
+        for count, sharing, stride in (
+            (state.dense / cell.tp, data, cell.tp),
+            (state.experts / experts, copies, experts),
+        ):
             each, group = count / leaf.pipe.pp, Group(size=sharing, stride=stride)
-            update += each / (sharing if zero else 1) * (2 * state.optimizer + state.grad + state.wire) * self._passes_of_state
+            update += (
+                each
+                / (sharing if zero else 1)
+                * (2 * state.optimizer + state.grad + state.wire)
+                * self._passes_of_state
+            )
             if not each or self.request.fix.get("zero_group") is not None:
                 continue
             if zero == 0:

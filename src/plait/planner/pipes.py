@@ -71,6 +71,7 @@ class Pipes:
         ways = np.where(split, 1, 2)[self._row]
         turns = np.concatenate([np.arange(pipe.pp) for pipe in pipes])
         self._hops = ways * np.where((self._names == "interleaved")[self._row], self._ranks[self._row] - 1, turns)
+
     def seconds(self, counts: Floats, phases: Sequence[Floats], hop: Floats) -> tuple[Floats, Floats]:
         """At least: of each pipeline [pipelines, modes], and of each rank for one microbatch [ranks, modes].
 

@@ -11,7 +11,7 @@ import bisect
 import dataclasses
 import heapq
 import itertools
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -21,34 +21,32 @@ from plait.models.config import ModelConfig
 from plait.planner.bounds import Bounds, Leaf, Leaves
 from plait.planner.cost import predict
 from plait.planner.job import PLAIT, Practice
-from plait.planner.memory import MemoryReport, memory, rank_memory
-from plait.planner.prediction import Prediction
-from plait.planner.space import SCHEDULES, Cell, Request, cells, legal, plan_count, plan_of, require_some, zeros
+from plait.planner.memory import memory, rank_memory
+from plait.planner.space import (
+    MODES,
+    SCHEDULES,
+    ZEROS,
+    Cell,
+    Form,
+    Request,
+    cells,
+    legal,
+    meshes,
+    pipeline_sizes,
+    pipelines,
+    plan_count,
+    plan_of,
+    require_some,
+    zeros,
+)
 from plait.planner.stage_cut import recompute_to_fit
+from plait.planner.why import Candidate, Loser, nearest_words, reason
 
-
-@dataclass(frozen=True, kw_only=True)
-class Candidate:
-    """A plan with what it promises."""
-
-    plan: Plan
-    prediction: Prediction
-    memory: MemoryReport
-
-    @property
-    def order(self) -> tuple[Any, ...]:
-        """Faster first; among equals the one with fewer special choices."""
-        return (self.prediction.step_time, *simplicity(self.plan))
-
-
-@dataclass(frozen=True, kw_only=True)
-class Loser:
-    """The most promising plan of a kind that is not the best plan's, and why it lost."""
-
-    kind: str
-    """Such as ``tp=16`` or ``schedule=gpipe``."""
-    candidate: Candidate
-    fits: bool
+_CELLS, _FORMS, _TRIES = 6, 4, 6
+"""Of a losing kind: cells that are opened, forms of each, and plans of them all whose memory is worked out."""
+_TIGHTEST = 24
+"""Plans with the least state whose memory is worked out where nothing fits."""
+_CELL_AXES = {"tp": "tp", "cp": "cp", "ep": "ep", "expert_tp": "etp", "micro": "micro"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +57,8 @@ class Search:
     ranked: tuple[Candidate, ...]
     losers: tuple[Loser, ...]
     nearest: Candidate | None
+    advice: tuple[str, ...]
+    """In words: what is nearest to fitting, and what would fit. Empty where something fits."""
     considered: int
     """Legal combinations."""
     predicted: int
@@ -67,6 +67,11 @@ class Search:
     @property
     def best(self) -> Candidate | None:
         return self.ranked[0] if self.ranked else None
+
+
+def order(candidate: Candidate) -> tuple[Any, ...]:
+    """Faster first; among equals the one with fewer special choices."""
+    return (candidate.prediction.step_time, *simplicity(candidate.plan))
 
 
 def simplicity(plan: Plan) -> tuple[Any, ...]:
@@ -118,15 +123,40 @@ def search(
     )
     run = Run(request, top=top)
     run.finish()
-    found = run.losers() if losers else ()
+    near = None if run.ranked else tightest(request)
     return Search(
         request=request,
         ranked=tuple(run.ranked),
-        losers=found,
-        nearest=None if run.ranked else run.nearest(),
+        losers=tuple(run.losers()) if losers and run.ranked else (),
+        nearest=near,
+        advice=() if near is None else tuple(nearest_words(request, near, tightest)),
         considered=run.considered,
         predicted=run.predicted,
     )
+
+
+def tightest(request: Request) -> Candidate | None:
+    """Of the plans that recompute all, share all and take the smallest microbatch: the one with the lowest peak."""
+    fix = {"micro": 1, "recompute": "full", **request.fix}
+    small = dataclasses.replace(request, fix=fix)
+    bounds = Bounds(small)
+    found: list[tuple[float, int, Cell, int, int, int]] = []
+    for cell in cells(small):
+        for pp, dp in meshes(small, cell.tp, cell.cp):
+            for zero in zeros(small.fix, dp * cell.cp)[-1:]:
+                found.append((bounds.state_of(cell, pp, dp, zero), len(found), cell, pp, dp, zero))
+    best: Candidate | None = None
+    for _, _, cell, pp, dp, zero in sorted(found)[:_TIGHTEST]:
+        for schedule, virtual in pipelines(small.fix, pp, small.shape.num_layers)[:1]:
+            mode = str(fix["recompute"])
+            form = Form(pp=pp, dp=dp, schedule=schedule, virtual=virtual, stages=None, recompute=mode, zero=zero)
+            plan = plan_of(small, cell, form)
+            if not legal(request, plan):
+                continue
+            report = memory(request.job(plan))
+            if best is None or report.fullest.peak < best.memory.fullest.peak:
+                best = Candidate(plan=plan, prediction=predict(request.job(plan)), memory=report)
+    return best
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,6 +201,7 @@ class Run:
         self.considered = sum(plan_count(request, cell) for cell in found)
         require_some(request, self.considered > 0)
         self._count = itertools.count()
+        self._cells = found
         self._heap: list[tuple[float, int, _Node]] = []
         for cell in found:
             self._push(self._bounds.roughly(cell), cell)
@@ -229,7 +260,7 @@ class Run:
             )
         candidate = None if chosen is None else self.candidate(chosen)
         if candidate is not None:
-            bisect.insort(self.ranked, candidate, key=lambda one: one.order)
+            bisect.insort(self.ranked, candidate, key=order)
             del self.ranked[self._top :]
         elif leaf.relief and not node.fit:
             self._push(self._bounds.relieved(leaf, node.zero) + node.tail, dataclasses.replace(node, fit=True))
@@ -254,8 +285,65 @@ class Run:
             return None
         return Candidate(plan=plan, prediction=prediction, memory=report)
 
-    def losers(self) -> tuple[Loser, ...]:
-        return ()
+    def losers(self) -> Iterator[Loser]:
+        """The most promising plan with each other value of an axis, and why it lost."""
+        best = self.ranked[0].plan
+        own = cell_of(best)
+        for axis, name in _CELL_AXES.items():
+            if axis in ("ep", "expert_tp") and not self.request.shape.num_experts:
+                continue
+            mine = getattr(own, name)
+            for value in sorted({getattr(cell, name) for cell in self._cells}):
+                if value != mine and _near(value, mine):
+                    alike = [cell for cell in self._cells if getattr(cell, name) == value]
+                    likely = heapq.nsmallest(_CELLS, alike, key=self._bounds.closely)
+                    yield from self._loser(f"{axis}={value}", likely, {})
+        for axis, values in self._values().items():
+            for value in values:
+                if value != getattr(best, axis) and (axis != "pp" or _near(value, best.pp)):
+                    wanted = {axis: value} if axis in ("pp", "schedule") else {"pp": best.pp, axis: value}
+                    yield from self._loser(f"{axis}={value}", [own], wanted)
 
-    def nearest(self) -> Candidate | None:
-        return None
+    def _values(self) -> dict[str, list[Any]]:
+        """What the forms of the best plan's cell may be."""
+        sizes = pipeline_sizes(self.request)
+        found: dict[str, list[Any]] = {"pp": sizes, "schedule": list(SCHEDULES), "recompute": list(MODES), "zero": list(ZEROS)}
+        if max(sizes) == 1:
+            del found["schedule"]
+        return {axis: values for axis, values in found.items() if axis not in self.request.fix}
+
+    def _loser(self, kind: str, likely: list[Cell], wanted: Mapping[str, Any]) -> Iterator[Loser]:
+        """The first of the plans with the least bounds that fits; else the one of them that lacks least."""
+        plans: list[tuple[float, int, Plan]] = []
+        for cell in likely:
+            # Where memory allows no form of a cell, one of them still says by how much.
+            leaves = self._bounds.leaves(cell)
+            leaves = leaves if len(leaves) else self._bounds.leaves(cell, all_of_them=True)
+            places = (place for place in range(len(leaves)) if leaves.has(place, wanted))
+            for place in itertools.islice(places, _FORMS):
+                leaf = leaves.leaf(place)
+                levels = zeros(self.request.fix, leaf.dp * cell.cp)
+                levels = [zero for zero in levels if self._bounds.excess(leaf, zero) <= 0] or levels[-1:]
+                for zero in [wanted["zero"]] if "zero" in wanted else levels:
+                    bound = leaf.bound + self._bounds.tail(leaf, zero)
+                    plans.append((bound, len(plans), plan_of(self.request, cell, leaf.form(zero))))
+        tried: list[Candidate] = []
+        for _, _, plan in heapq.nsmallest(_TRIES, plans):
+            if legal(self.request, plan):
+                job = self.request.job(plan)
+                tried.append(Candidate(plan=plan, prediction=predict(job), memory=memory(job)))
+                if tried[-1].fits(self.request.memory):
+                    break
+        if tried:
+            chosen = min(tried, key=lambda one: max(one.memory.fullest.peak, self.request.memory))
+            yield Loser(kind=kind, candidate=chosen, why=reason(self.request, kind, chosen, self.ranked[0]))
+
+
+def cell_of(plan: Plan) -> Cell:
+    """The cell of a plan."""
+    return Cell(tp=plan.tp, sp=plan.sp, cp=plan.cp, context=plan.context, ep=plan.ep, etp=plan.etp, micro=plan.micro)
+
+
+def _near(value: object, own: object) -> bool:
+    """Whether a size is not far from the best plan's: half and twice as much tell enough."""
+    return not isinstance(value, int) or not isinstance(own, int) or own == 0 or own / 4 <= value <= own * 4

@@ -259,7 +259,9 @@ def pipelines(fix: Mapping[str, object], pp: int, layers: int) -> list[tuple[str
         if schedule in ("zb-v", "dualpipe-v"):
             virtuals = [2]
         elif schedule == "interleaved":
-            virtuals = [v for v in range(1 if "virtual" in fix else 2, layers // pp + 1) if v <= 8 or layers % (pp * v) == 0]
+            virtuals = [
+                v for v in range(1 if "virtual" in fix else 2, layers // pp + 1) if v <= 8 or layers % (pp * v) == 0
+            ]
         else:
             virtuals = [1] if schedule in SCHEDULES else [1, 2]
         found += [(schedule, v) for v in _values(fix, "virtual", virtuals) if v in virtuals and v * pp <= layers]
