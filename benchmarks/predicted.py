@@ -1,12 +1,12 @@
 """Predicted beside measured on this machine: step time and peak memory of plans on 1, 2 and 4 processes.
 
-    python benchmarks/predicted.py [--rounds 3] [--steps 2] [--patience 5] [--cluster FILE] [--only TEXT] [--json FILE]
+    python benchmarks/predicted.py [--rounds 3] [--steps 2] [--patience 5] [--cluster FILE] [--only TEXT] [--save FILE] [--json FILE]
 
 Calibrates (or reads a cluster file), predicts every plan, then runs them all in turn, round after round, through
 plait's own step. A plan's time is the median of the steps in which other programs took next to nothing, where there are
-enough of them, else its fastest step. Memory is what the fullest rank's anonymous memory rose by. The
-last lines say how far off predictions are, whether they rank the plans right, and what the planner's choice loses to
-the best.
+enough of them, else its fastest step. Memory is the fullest rank's peak of tensor bytes; beside it stands what its
+resident memory rose by, which is more: glibc keeps freed blocks. The last lines say how far off predictions are,
+whether they rank the plans right, and what the planner's choice loses to the best.
 """
 
 from __future__ import annotations
@@ -26,12 +26,13 @@ from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from plait.core.cluster_file import load
+from plait.core.cluster_file import dump, load
 from plait.core.plan import Plan
 from plait.core.topology import Topology
 from plait.planner.cost import predict
 from plait.planner.job import Job
 from plait.planner.local import practice
+from plait.planner.memory import memory
 from plait.train import calibrate
 from plait.train.launch import launch
 from predicted_rank import BATCH, MODEL, SEQ
@@ -75,9 +76,10 @@ class Case:
     processes: int
     plan: str
     predicted: float
-    predicted_memory: float | None
+    predicted_memory: float
     measured: float
     memory: float
+    resident: float
     foreign: float
     """Cores that others took, the median of the steps that count."""
 
@@ -111,10 +113,8 @@ def job_of(text: str, processes: int, topology: Topology) -> Job:
     return Job(model=MODEL, plan=plan, topology=here, seq=SEQ, global_batch=BATCH, practice=practice(here))
 
 
-def memory_of(job: Job) -> float | None:
+def memory_of(job: Job) -> float:
     """Bytes of the fullest rank."""
-    from plait.planner.memory import memory
-
     return memory(job).fullest.peak
 
 
@@ -131,6 +131,7 @@ def case_of(key: tuple[int, str], rows: Sequence[dict[str, Any]], topology: Topo
         predicted_memory=memory_of(job),
         measured=statistics.median(seconds for seconds, _ in counted),
         memory=statistics.median(row["memory"] for row in rows),
+        resident=statistics.median(row["resident"] for row in rows),
         foreign=statistics.median(foreign for _, foreign in counted),
     )
 
@@ -146,7 +147,7 @@ def verdict(cases: Sequence[Case]) -> dict[str, Any]:
     errors = [abs(case.error) for case in cases]
     chosen = min(cases, key=lambda case: case.predicted)
     best = min(cases, key=lambda case: case.measured)
-    memory = [abs(c.predicted_memory / c.memory - 1) for c in cases if c.predicted_memory is not None]
+    sizes = [abs(case.predicted_memory / case.memory - 1) for case in cases]
     return {
         "plans": len(cases),
         "median_error": statistics.median(errors),
@@ -155,16 +156,15 @@ def verdict(cases: Sequence[Case]) -> dict[str, Any]:
         "chosen": f"{chosen.processes}: {chosen.plan}",
         "best": f"{best.processes}: {best.plan}",
         "regret": chosen.measured / best.measured - 1,
-        "median_memory_error": statistics.median(memory) if memory else None,
+        "median_memory_error": statistics.median(sizes),
     }
 
 
 def show(cases: Sequence[Case], said: dict[str, Any]) -> None:
     table = Table(
-        "processes", "plan", "measured, s", "predicted, s", "error", "memory, MB", "predicted", "others, cores"
+        "processes", "plan", "measured, s", "predicted, s", "error", "memory, MB", "predicted", "resident", "others"
     )
     for case in cases:
-        foreseen = "" if case.predicted_memory is None else f"{case.predicted_memory / 1e6:,.0f}"
         table.add_row(
             str(case.processes),
             case.plan,
@@ -172,12 +172,13 @@ def show(cases: Sequence[Case], said: dict[str, Any]) -> None:
             f"{case.predicted:.3f}",
             f"{case.error:+.1%}",
             f"{case.memory / 1e6:,.0f}",
-            foreseen,
+            f"{case.predicted_memory / 1e6:,.0f}",
+            f"{case.resident / 1e6:,.0f}",
             f"{case.foreign:.2f}",
         )
     Console(width=130).print(table)
     for name, value in said.items():
-        print(f"{name}: {value if isinstance(value, str | int) or value is None else f'{value:.3f}'}")
+        print(f"{name}: {value if isinstance(value, str | int) else f'{value:.3f}'}")
 
 
 def main() -> None:
@@ -187,6 +188,7 @@ def main() -> None:
     parser.add_argument("--patience", type=float, default=5.0, help="seconds a step waits for the machine to be quiet")
     parser.add_argument("--cluster", type=Path, help="a cluster file of this machine; without it, calibrates")
     parser.add_argument("--only", default="", help="plans whose text contains this")
+    parser.add_argument("--save", type=Path, help="keep the cluster file here")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     plans = {n: [text for text in texts if args.only in text] for n, texts in PLANS.items()}
@@ -196,6 +198,8 @@ def main() -> None:
         if args.cluster is None:
             calibrate.run(file, device="cpu")
         topology = load(file)
+    if args.save is not None:
+        args.save.write_text(dump(topology), encoding="utf-8")
     rows = run_plans(args.rounds, args.steps, args.patience, plans)
     cases = [case_of(key, found, topology) for key, found in rows.items()]
     said = verdict(cases)

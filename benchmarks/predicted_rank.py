@@ -6,16 +6,20 @@ import ctypes
 import gc
 import json
 import os
+import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
+from torch.profiler import ProfilerActivity, profile
 
+from live import storage_bytes
 from plait.comm.world import World
 from plait.core.plan import Plan
 from plait.models.batch import Batch
@@ -80,9 +84,24 @@ def _measure(world: World, store: Store | None, plan: Plan, steps: int, patience
         used = torch.tensor([_own() - own], dtype=torch.float64)
         mine = float(everyone.all_reduce(used).wait())
         taken.append((seconds, max(0.0, (_busy() - busy - mine) / seconds), shares))
-    peak = _status("VmHWM") - (_status("VmRSS") - _status("RssAnon")) - before
-    most = everyone.all_reduce(torch.tensor([peak], dtype=torch.float64), "max").wait()
-    return {"steps": taken, "memory": float(most)}
+    resident = _status("VmHWM") - (_status("VmRSS") - _status("RssAnon")) - before
+    allocated = _allocated(partial(_step, parallel, optimizer, steps + 1))
+    most = everyone.all_reduce(torch.tensor([allocated, resident], dtype=torch.float64), "max").wait().tolist()
+    return {"steps": taken, "memory": most[0], "resident": most[1]}
+
+
+def _allocated(step: Callable[[], object]) -> int:
+    """Peak bytes of tensors in a step: those that are there before it, and the most that torch allocates beyond."""
+    held = storage_bytes()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as spans:
+        step()
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "trace.json"
+        spans.export_chrome_trace(str(file))
+        events = json.loads(file.read_text(encoding="utf-8", errors="replace"))["traceEvents"]
+    # The total counts what was allocated since the profiler began, and not yet freed.
+    totals = [event["args"]["Total Allocated"] for event in events if event.get("name") == "[memory]"]
+    return held + max(totals, default=0)
 
 
 def _step(parallel: Parallel, optimizer: torch.optim.Optimizer, step: int) -> None:
