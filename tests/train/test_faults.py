@@ -128,7 +128,7 @@ def test_memory_that_a_killed_supervisor_has_left_is_freed(tmp_path: Path) -> No
 
 def test_a_signal_saves_the_run_and_it_goes_on_later(undisturbed: Path, tokens: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    more = (*RUN, "plan.dp=2", "checkpoint.every=0")
+    more = (*RUN, "plan.tp=1", "plan.pp=1", "plan.dp=2", "checkpoint.every=0")
     command = [sys.executable, "-P", "-m", "plait", "train", "--json"]
     for text in settings(tokens, folder, *more):
         command += ["--set", text]
@@ -158,7 +158,7 @@ def test_torchrun_starts_a_run_again(undisturbed: Path, tokens: Path, tmp_path: 
     )
     plan_faults(folder, fail_at(1, 3, "step", "SIGKILL"))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1"]
-    arguments = settings(tokens, folder, *RUN, "plan.dp=2", "run.timeout=60")
+    arguments = settings(tokens, folder, *RUN, "plan.tp=1", "plan.pp=1", "plan.dp=2", "run.timeout=60")
     begin = time.monotonic()
     run = subprocess.run(
         [*command, str(script), *arguments], env=ENV, capture_output=True, text=True, timeout=240, check=False

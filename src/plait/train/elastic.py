@@ -19,7 +19,9 @@ from plait.core.facts import Facts
 from plait.core.legal import check, nearest_plans
 from plait.core.plan import Plan
 from plait.parallel.layout import model_shape
+from plait.train.launch import placed
 from plait.train.run import model_config
+from plait.train.supervise import restarted
 
 SLOTS = "PLAIT_SLOTS"
 """Environment variable that names a file with the places for ranks on this machine that can be used now, as numbers
@@ -63,41 +65,47 @@ class Slots:
         return tuple(place for place in listed if place not in self.lost)
 
 
-def fit(config: Config, ranks: int) -> tuple[Config, int]:
+def fit(config: Config, ranks: int, *, exactly: bool = False) -> tuple[Config, int]:
     """``config`` under a plan for at most ``ranks`` ranks, and how many it uses; PlanError where none can work.
 
     Its own plan where that fits. Else the first of ``run.fallback_plans`` that does; without any, a plan that changes
-    as little as it can (`nearest_plans`), on as many ranks as can be used.
+    as little as it can (`nearest_plans`), on as many ranks as can be used. ``exactly``: every rank has to be used, as
+    those have that another launcher started.
     """
-    shape, train = model_shape(model_config(config)), config.train
+    shape, train, seq = model_shape(model_config(config)), config.train, config.data.seq
     given = [Plan.parse(text) for text in config.run.fallback_plans]
+    least = ranks if exactly else 1
     for plan in [config.plan, *given]:
-        for size in _sizes(plan, ranks, whole=plan is config.plan):
+        for size in range(ranks, (ranks if plan is config.plan else least) - 1, -1):
             try:
-                check(plan, shape, world_size=size, global_batch=train.global_batch, seq=config.data.seq)
+                check(plan, shape, world_size=size, global_batch=train.global_batch, seq=seq)
             except PlanError:
                 continue
             return dataclasses.replace(config, plan=plan.resolve(size)), size
     if not given:
         free = dataclasses.replace(config.plan, dp=None, stages=None)
-        for size in range(ranks, 0, -1):
-            batch, seq = train.global_batch, config.data.seq
-            facts = Facts(plan=free, shape=shape, world_size=size, global_batch=batch, seq=seq)
+        for size in range(ranks, least - 1, -1):
+            facts = Facts(plan=free, shape=shape, world_size=size, global_batch=train.global_batch, seq=seq)
             found = _nearest(facts)
             if found is not None:
                 return dataclasses.replace(config, plan=found.resolve(size)), size
-    tried = f"none of run.fallback_plans = {list(config.run.fallback_plans)}" if given else "no plan"
-    raise PlanError(
-        f"{ranks} ranks are left, and {tried} works on so many or fewer; plan {str(config.plan)!r} needs more"
-    )
+    tried = f"none of run.fallback_plans = {list(config.run.fallback_plans)}" if given else "no plan near it"
+    fewer = "" if exactly else " or fewer"
+    raise PlanError(f"plan {str(config.plan)!r} does not work on {ranks} ranks, and {tried} does on so many{fewer}")
 
 
-def _sizes(plan: Plan, ranks: int, *, whole: bool) -> Sequence[int]:
-    """Numbers of ranks to try a plan on, best first. ``whole``: the run's own plan, which leaves no rank out."""
-    rest = plan.tp * plan.pp * plan.cp
-    if plan.dp is not None:
-        return [rest * plan.dp] if rest * plan.dp <= ranks and (not whole or rest * plan.dp == ranks) else []
-    return [ranks] if whole else range(ranks - ranks % max(rest, 1), 0, -max(rest, 1))
+def rejoined(config: Config) -> Config:
+    """``config`` as ranks go on with it that another launcher started, perhaps again, perhaps another number of them.
+
+    After a restart by torchrun a run with a folder goes on where its last commit is; a run that goes on does so under
+    a plan for the ranks that there are. Any other run is left as it is. PlanError where no plan can work.
+    """
+    place = placed()
+    if restarted() and config.run.dir is not None:
+        config = dataclasses.replace(config, run=dataclasses.replace(config.run, resume=True))
+    if place is None or not config.run.resume:
+        return config
+    return fit(config, place.world_size, exactly=True)[0]
 
 
 def _nearest(facts: Facts) -> Plan | None:

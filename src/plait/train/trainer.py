@@ -17,7 +17,7 @@ from plait.parallel.apply import Parallel
 from plait.parallel.precision import fp8_reason
 from plait.telemetry.record import EVAL_KEY, Metrics, Recorder, write_trace
 from plait.train.data import Samples
-from plait.train.elastic import fit
+from plait.train.elastic import rejoined
 from plait.train.exchange import make_tokens, shared_folder, write_weights
 from plait.train.heartbeat import Heartbeat
 from plait.train.launch import Place, Worker, launch, placed
@@ -28,7 +28,7 @@ from plait.train.restart import RANK, supervise
 from plait.train.resume import Keeper
 from plait.train.run import Setup, build, claim_folder, open_samples, prepare, to_device
 from plait.train.step import Steps
-from plait.train.supervise import Stop, StoppedError, Stragglers, restarted
+from plait.train.supervise import Stop, StoppedError, Stragglers
 
 
 def start(config: Config, *, as_json: bool = False) -> None:
@@ -37,11 +37,7 @@ def start(config: Config, *, as_json: bool = False) -> None:
     ConfigError and PlanError for what cannot work, before a process starts; RankError, with the failing rank's own
     traceback and exit code, for what fails later.
     """
-    if restarted() and config.run.dir is not None:
-        config = dataclasses.replace(config, run=dataclasses.replace(config.run, resume=True))
-    place = placed()
-    if place is not None and config.run.resume:  # torchrun may have started another number of ranks than before
-        config, _ = fit(config, place.world_size, exactly=True)
+    config, place = rejoined(config), placed()
     setup = prepare(config)
     if place is None:
         check_device(config.run.device, setup.world_size, setup.plan.precision)
