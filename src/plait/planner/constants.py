@@ -111,7 +111,7 @@ CONSTANTS: Mapping[str, Constant] = {
         0.85, "1", "square root of 500 W over 700 W: rate follows clock, power its square or more", "physics"
     ),
     # --- attention
-    "flash_forward": _c(0.43, "of peak", "flash attention forward, head 128", "llm_foundry_mpt"),
+    "flash_forward": _c(0.45, "of peak", "flash attention forward, head 128", "llm_foundry_mpt"),
     "flash_forward.A100": _c(0.72, "of peak", "flash attention forward, head 128", _CALIB),
     "flash_forward.B200": _c(0.60, "of peak", "flash attention forward, head 128", _CALIB),
     "flash_backward": _c(0.35, "of peak", "flash attention backward, head 128", "llm_foundry_mpt"),
@@ -194,7 +194,7 @@ CONSTANTS: Mapping[str, Constant] = {
     "expert_hidden": _c(0.93, "1", "share of expert exchange that overlap hides", "megatron_bridge_perf"),
     "node_once": _c(0.0, "1", "1: a token goes to a node once, whatever number of its experts is there", "definition"),
     "node_once.megatron": _c(1.0, "1", "the same: DeepEP and HybridEP", "definition"),
-    "imbalance": _c(1.3, "1", "rows of the fullest rank's experts over the mean, routing not forced even", "moe"),
+    "imbalance": _c(1.3, "1", "rows of the fullest rank's experts over the mean, routing not forced even", "assumption"),
     "owner": _c(
         0.0, "s", "sending of one owner's new weights, where each owner of state broadcasts its own", "definition"
     ),

@@ -76,7 +76,8 @@ def predict(job: Job, table: Table = DEFAULT) -> Prediction:
         other = machine.table.of("step_host", machine.family) + host * m
         tail = data.grads.added + data.weights.added + data.optimizer + other
         longest = max(longest, tail)
-        ranks.append(_rank(rank, [stages[s] for s in held], sums[rank], m, span, data, hop, other))
+        moved = 2 * hop * m * len(held)
+        ranks.append(_rank(rank, [stages[s] for s in held], sums[rank], m, span, data, (moved, pipe.blocking), other))
     step = span + longest
     return _prediction(job, machine, stages, step, ranks)
 
@@ -88,9 +89,10 @@ def _rank(
     m: int,
     span: float,
     data: Updates,
-    hop: float,
+    transfers: tuple[float, bool],
     other: float,
 ) -> RankTime:
+    """Where a rank's step goes; ``transfers``: seconds of them between stages, and whether the rank waits for them."""
     exposed: dict[str, float] = {}
     hidden: dict[str, float] = {}
     for stage in held:
@@ -102,14 +104,18 @@ def _rank(
     compute = m * busy - sum(exposed.values()) + data.grads.slowing + data.weights.slowing
     exposed["dp"] = data.grads.exposed + data.weights.exposed
     hidden["dp"] = data.grads.hidden + data.weights.hidden
-    if hop:
-        hidden["pp"] = 2 * hop * m * len(held)
+    moved, blocking = transfers
+    idle = max(0.0, span - m * busy)
+    waited = min(moved, idle) if blocking else 0.0
+    if moved:
+        exposed["pp"] = waited
+        hidden["pp"] = moved - waited
     return RankTime(
         pp=rank,
         compute=compute,
         exposed=exposed,
         hidden=hidden,
-        bubble=max(0.0, span - m * busy),
+        bubble=idle - waited,
         optimizer=data.optimizer,
         other=other,
     )
