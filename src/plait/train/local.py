@@ -58,7 +58,8 @@ class Ended:
 class WorkerFailed(RankError):
     """A local rank failed, and all were ended.
 
-    ``rank`` is which (-1: none, a signal came to the launcher), ``cause`` is error, exit, signal or hang ("" for none),
+    ``rank`` is which (-1: none, a signal came to the launcher), ``cause`` is error, exit, signal, hang or recall (they
+    did not end when they were asked to make room for others; "": a signal, which is obeyed),
     ``trace`` its own traceback ("" when it left none), ``diagnosis`` what the others waited for ("" when nobody did),
     ``flights`` the last operations of all ranks, ``beats`` their last signs of life.
     """
@@ -180,8 +181,8 @@ def _watch(
         if signals.fatal:
             raise _signalled(signals.fatal, "all ranks were ended")
         if watched is not None and asked is not None and now > asked + watched.grace:
-            number = signals.asked or signal.SIGUSR1
-            raise _signalled(number, f"the ranks had not saved within {watched.grace:g} s (run.grace)")
+            late = f"the ranks had not saved within {watched.grace:g} s (run.grace)"
+            raise _signalled(signals.asked or signal.SIGUSR1, late, cause="" if signals.asked else "recall")
         if signals.asked and asked is None:
             asked = _ask(folder, signals.asked)
         if now > looked + LOOK_SECONDS:
@@ -203,8 +204,8 @@ def _ask(folder: Path, number: int) -> float:
     return time.monotonic()
 
 
-def _signalled(number: int, why: str) -> WorkerFailed:
-    return WorkerFailed(f"{signal.Signals(number).name}: {why}", trace="", exit_code=128 + number)
+def _signalled(number: int, why: str, cause: str = "") -> WorkerFailed:
+    return WorkerFailed(f"{signal.Signals(number).name}: {why}", trace="", exit_code=128 + number, cause=cause)
 
 
 def _ended(ranks: Sequence[subprocess.Popen[bytes]], folder: Path) -> list[Ended]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-import time
 from pathlib import Path
 from typing import final
 
@@ -77,9 +76,8 @@ class _Supervisor:
                     raise
                 self._log.write("recalled", {"step": self._step(), "places": list(self._slots.usable())})
             except WorkerFailed as failed:
-                begin = time.monotonic()
                 self._after(failed)
-                self._told(failed, time.monotonic() - begin)
+                self._told(failed)
 
     def _planned(self, again: bool) -> tuple[Config, int]:
         """What to run next, and on how many ranks: the run's own plan where all places are there."""
@@ -186,10 +184,9 @@ class _Supervisor:
         self._log.write("lost", {"place": place, "rank": failed.rank})
         return True
 
-    def _told(self, failed: WorkerFailed, seconds: float) -> None:
+    def _told(self, failed: WorkerFailed) -> None:
         count, most = self._restarts, self._config.run.max_restarts
-        fields = {"from_step": self._step(), "restarts": count, "most": most, "seconds": seconds}
-        self._log.write("restart", fields)
+        self._log.write("restart", {"from_step": self._step(), "restarts": count, "most": most})
         lines = str(failed).splitlines()
         _say(" ".join(lines[:-1]))
         _say(f"the run starts again from step {self._step()} (restart {count} of {most} without a new checkpoint)")
