@@ -12,7 +12,7 @@ import pytest
 import torch
 from docs.generate import BLOCKS, named, pages, refreshed
 
-from plait.cli import parser
+from plait.arguments import parser
 from plait.core.config import load
 from plait.core.plan import Plan
 from plait.models.config import ModelConfig, parameter_count

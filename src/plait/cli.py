@@ -7,45 +7,13 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
-from importlib import metadata
-from pathlib import Path
+from typing import TYPE_CHECKING
 
-from plait.core.errors import PlaitError
+from plait.arguments import parser
+from plait.core.errors import ConfigError, PlaitError
 
-_EXIT_CODES = (
-    "exit codes: 0 done, 1 verify found a difference, or an unexpected error, 2 bad input, 3 a plan that cannot work, "
-    "4 a rank failed, 5 damaged weights, 130 interrupted"
-)
-
-
-def parser() -> argparse.ArgumentParser:
-    """The command line."""
-    root = argparse.ArgumentParser(
-        prog="plait",
-        description="Plans, runs, proves and explains the model-parallel training of transformers.",
-        epilog=_EXIT_CODES,
-    )
-    root.add_argument("--version", action="version", version=f"plait {metadata.version('plait')}")
-    commands = root.add_subparsers(dest="command", required=True, metavar="COMMAND")
-
-    train = commands.add_parser("train", help="train a model; without a run file, a small one on Python's own sources")
-    _run_arguments(train)
-    train.add_argument("--dry", action="store_true", help="show mesh, memory, stage cut and schedule; start nothing")
-
-    verify = commands.add_parser("verify", help="hold a plan's losses and gradients against one process")
-    _run_arguments(verify)
-    verify.add_argument("--steps", type=_positive, default=3, metavar="N", help="optimizer steps (default: 3)")
-
-    convert = commands.add_parser(
-        "convert", help="run folder or plait weights <-> Hugging Face folder; text -> token file"
-    )
-    convert.add_argument("src", nargs="+", type=Path, metavar="SRC", help="folder, or text files")
-    convert.add_argument("dst", type=Path, metavar="DST", help="folder, or NAME.bin for tokens")
-    convert.add_argument(
-        "--tokenizer", default="bytes", metavar="T", help="bytes (default), or a tokenizer.json; for text"
-    )
-    convert.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), help="of written weights (default: as stored)")
-    return root
+if TYPE_CHECKING:
+    from plait.core.config import Config
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -67,11 +35,32 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 128 + signal.SIGPIPE
 
 
-def _train(arguments: argparse.Namespace) -> int:
+def _config(arguments: argparse.Namespace) -> Config:
+    """The run that is asked for, with a plan."""
     from plait.core.config import load
-    from plait.train.run import prepare
+    from plait.train.launch import placed
 
     config = load(arguments.run, arguments.set)
+    if config.auto is None:
+        return config
+    from plait.train.auto import planned
+
+    return planned(config, alone=placed() is None)
+
+
+def _train(arguments: argparse.Namespace) -> int:
+    from plait.train.elastic import rejoined
+    from plait.train.run import prepare
+
+    if arguments.resume is not None:
+        from plait.train.resume import config_of
+
+        if arguments.run is not None:
+            raise ConfigError(f"--resume {arguments.resume} reads that run's own file: leave {arguments.run} out")
+        config = config_of(arguments.resume, tuple(arguments.set))
+    else:
+        config = _config(arguments)
+    config = rejoined(config)
     setup = prepare(config)  # before torch is loaded: bad input is refused at once
     if arguments.dry:
         from plait.train import dry
@@ -85,10 +74,9 @@ def _train(arguments: argparse.Namespace) -> int:
 
 
 def _verify(arguments: argparse.Namespace) -> int:
-    from plait.core.config import load
     from plait.train.run import prepare
 
-    config = load(arguments.run, arguments.set)
+    config = _config(arguments)
     prepare(config)
     from plait.train import verify
 
@@ -101,19 +89,116 @@ def _convert(arguments: argparse.Namespace) -> int:
     return convert.run(arguments.src, arguments.dst, tokenizer=arguments.tokenizer, dtype=arguments.dtype)
 
 
-_COMMANDS = {"train": _train, "verify": _verify, "convert": _convert}
+def _plan(arguments: argparse.Namespace) -> int:
+    from plait.planner.commands import plan_command
 
-
-def _run_arguments(command: argparse.ArgumentParser) -> None:
-    command.add_argument("run", nargs="?", type=Path, metavar="RUN.toml", help="the run file")
-    command.add_argument(
-        "--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="set any key of the run; repeatable"
+    return plan_command(
+        model=arguments.model,
+        cluster_name=arguments.cluster,
+        gpus=arguments.gpus,
+        seq=arguments.seq,
+        global_batch=arguments.global_batch,
+        precision=arguments.precision,
+        fix=arguments.fix,
+        max_memory=arguments.max_memory,
+        top=arguments.top,
+        as_json=arguments.json,
+        output=arguments.output,
     )
-    command.add_argument("--json", action="store_true", help="JSON on standard output, for programs")
 
 
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text} is below 1")
-    return value
+def _simulate(arguments: argparse.Namespace) -> int:
+    from plait.planner.commands import simulate_command
+
+    return simulate_command(
+        arguments.plan,
+        model=arguments.model,
+        cluster_name=arguments.cluster,
+        seq=arguments.seq,
+        global_batch=arguments.global_batch,
+        gpus=arguments.gpus,
+        as_json=arguments.json,
+        trace=arguments.trace,
+        svg=arguments.svg,
+    )
+
+
+def _dry_run(arguments: argparse.Namespace) -> int:
+    from plait.planner.commands import model_named
+    from plait.train import dry_run
+
+    return dry_run.run(
+        arguments.plan,
+        model=model_named(arguments.model),
+        seq=arguments.seq,
+        global_batch=arguments.global_batch,
+        rank=arguments.rank,
+        world_size=arguments.gpus,
+        as_json=arguments.json,
+    )
+
+
+def _calibrate(arguments: argparse.Namespace) -> int:
+    from plait.train import calibrate
+
+    return calibrate.run(
+        arguments.output,
+        as_json=arguments.json,
+        quick=arguments.quick,
+        processes=arguments.processes,
+        device=arguments.device,
+    )
+
+
+def _validate(arguments: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from plait.planner import validate, validate_tables
+
+    found = validate.validate(arguments.rows, sources=arguments.source)
+    if arguments.json:
+        print(validate.to_json(found))
+    else:
+        validate_tables.render(found, Console(highlight=False))
+    return 0
+
+
+def _report(arguments: argparse.Namespace) -> int:
+    from plait.telemetry import report
+
+    found = report.read(arguments.run)
+    print(found.to_json() if arguments.json else report.render(found))
+    return 0
+
+
+def _checkpoint(arguments: argparse.Namespace) -> int:
+    from plait.checkpoint import commands
+
+    where, as_json = arguments.dir, arguments.json
+    if arguments.doing == "list":
+        return commands.list_(where, as_json=as_json)
+    if arguments.doing == "verify":
+        return commands.verify(where, as_json=as_json)
+    if arguments.doing == "prune":
+        return commands.prune(where, keep=arguments.keep, keep_every=arguments.keep_every, as_json=as_json)
+    wanted = None
+    if arguments.run is not None:
+        from plait.train.run import prepare
+        from plait.train.same import state_shapes
+
+        wanted = state_shapes(prepare(_config(arguments)))
+    return commands.show(where, as_json=as_json, wanted=wanted)
+
+
+_COMMANDS = {
+    "train": _train,
+    "verify": _verify,
+    "convert": _convert,
+    "plan": _plan,
+    "simulate": _simulate,
+    "dry-run": _dry_run,
+    "calibrate": _calibrate,
+    "validate": _validate,
+    "report": _report,
+    "checkpoint": _checkpoint,
+}

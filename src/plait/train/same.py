@@ -56,16 +56,22 @@ def check_same(path: Path, scalars: Mapping[str, Any], now: Mapping[str, Any]) -
         )
 
 
-def expected(setup: Setup, checkpoint: Checkpoint) -> dict[str, tuple[int, ...]]:
-    """Shape of every tensor to be read; WeightsError where ``checkpoint`` lacks one, or holds what it should not."""
-    model, trained = setup.model, trained_shapes(setup)
+def state_shapes(setup: Setup, *, updates: bool = True) -> dict[str, tuple[int, ...]]:
+    """Shape of every tensor of a run's state. ``updates``: whether there was one, so that there are moments."""
+    model = setup.model
     shapes = {f"weights/{name}": shape for name, shape in parameter_shapes(model).items()}
-    if checkpoint.scalars["updates"]:
-        shapes |= {f"{moment}/{name}": shape for moment in MOMENTS for name, shape in trained.items()}
+    if updates:
+        shapes |= {f"{moment}/{name}": shape for moment in MOMENTS for name, shape in trained_shapes(setup).items()}
     for layer in range(model.num_layers):
         moe = model.moe_of(layer)
         if moe is not None:
             shapes[f"router/layers.{layer}.share"] = (moe.num_experts,)
+    return shapes
+
+
+def expected(setup: Setup, checkpoint: Checkpoint) -> dict[str, tuple[int, ...]]:
+    """Shape of every tensor to be read; WeightsError where ``checkpoint`` lacks one, or holds what it should not."""
+    trained, shapes = trained_shapes(setup), state_shapes(setup, updates=bool(checkpoint.scalars["updates"]))
     previous = {f"previous/{name}": shape for name, shape in trained.items()}
     held = {name for name in checkpoint.names if not name.startswith("own/")}
     both = shapes if held.isdisjoint(previous) else shapes | previous
