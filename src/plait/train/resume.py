@@ -145,7 +145,7 @@ class Keeper:
             self._hear(self._saver.poll())
             if self._replicas is not None:
                 self._replicas.save_if_due(step, self.snapshot)
-                self._hear(self._replicas.poll())
+                self._tell("replica", self._replicas.poll())
 
     def finish(self, step: int) -> bool:
         """Save, and wait; whether the state after ``step`` steps is on the disk."""
@@ -161,13 +161,16 @@ class Keeper:
         return found
 
     def _hear(self, saves: list[Saved]) -> None:
+        if any(saved.error is not None and saved.step == self._saved for saved in saves):
+            self._saved = None
+        self._tell("checkpoint", saves)
+
+    def _tell(self, what: str, saves: list[Saved]) -> None:
         for saved in saves:
             trouble = saved.error or saved.warning
-            if saved.error is not None and self._saved == saved.step:
-                self._saved = None
             if trouble is not None:
-                self._warnings.append(f"checkpoint of step {saved.step}: {trouble}")
-                self.note("checkpoint", {"step": saved.step, "error": trouble})
+                self._warnings.append(f"{what} of step {saved.step}: {trouble}")
+                self.note(what, {"step": saved.step, "error": trouble})
 
     def note(self, kind: str, fields: Mapping[str, object]) -> None:
         """Write to ``events.jsonl``, once for all ranks."""
@@ -204,12 +207,12 @@ class Keeper:
         for trouble in passed:
             self._warnings.append(trouble)
             self.note("damaged", {"error": trouble})
+        replica = self._replicas.newest() if self._replicas is not None else None
+        if replica is not None and (path is None or Checkpoint.open(path).scalars["step"] < replica.step):
+            return replica.path
         if path is None and passed:
             raise WeightsError(f"{self.folder} holds no checkpoint that is whole: {passed[0]}")
-        replica = self._replicas.newest() if self._replicas is not None else None
-        if replica is None or (path is not None and Checkpoint.open(path).scalars["step"] >= replica.step):
-            return path
-        return replica.path
+        return path
 
     def _load(self, path: Path) -> int:
         world, parallel, steps = self._world, self._parallel, self._steps
