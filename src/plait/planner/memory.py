@@ -160,7 +160,7 @@ def _fullest(
     if waiting:
         kinds["weight gradients to come"] = waiting
     peak = max(size for _, size in rows)
-    extra = reserve(job, peak, peak - sum(state))
+    extra = reserve(job, max(stage.turns for stage in stages.values()))
     logits = kinds.get("logits", 0.0)
     activations = sum(kinds.values()) - logits
     return RankMemory(

@@ -98,9 +98,9 @@ def optimizer_work(job: Job, held: Part) -> float:
     return update * ((held.dense + held.router) / dense + held.expert / expert)
 
 
-def reserve(job: Job, peak: float, moving: float) -> float:
-    """Bytes that the allocator and the device hold when ``peak`` are in use, ``moving`` of them come and go."""
+def reserve(job: Job, turns: float) -> float:
+    """Bytes that allocator and device hold beside tensors; ``turns``: what a layer's steps work with, one by one."""
     kind = job.practice.memory_kind
     if kind == "device":
         return CONTEXT.value
-    return moving * RESERVED.value if kind == "reserved" else 0.0
+    return turns * RESERVED.value if kind == "reserved" else 0.0

@@ -32,6 +32,8 @@ class StageMemory:
     """The same of a B that is split."""
     kinds: Mapping[str, float]
     """``keeps`` by kind."""
+    turns: float
+    """What the steps of its largest layer work with, one after the other: memory that is taken and given back."""
     logits: float
 
 
@@ -89,8 +91,14 @@ def stage_memory(
         backward=backward,
         split=split,
         kinds=MappingProxyType(kinds),
+        turns=max((sum(map(_turn, run.steps)) for run in runs), default=0.0),
         logits=logits,
     )
+
+
+def _turn(step: Step) -> float:
+    # What a layer that is computed again makes goes where its first computation was.
+    return step.forward + (0.0 if step.kind == "residual" else step.backward)
 
 
 _NAMES = {
