@@ -188,13 +188,18 @@ CONSTANTS: Mapping[str, Constant] = {
     ),
     "gather_low": _c(0.0, "1", "1: weights of 8-bit products are gathered in 8 bits", "definition"),
     "gather_low.torchtitan": _c(1.0, "1", "the same: enable_fsdp_float8_all_gather", "torchtitan's recipes"),
+    "async_reduce": _c(0.0, "1", "1: tensor parallel sums of input gradients run under weight gradients", "definition"),
+    "async_reduce.megatron-deepspeed": _c(1.0, "1", "the same: Megatron since 2022", "Megatron-LM, layers.py"),
+    "async_reduce.internevo": _c(1.0, "1", "the same: flash-attn's tensor-parallel layers", "InternEvo"),
     "split_share": _c(
         0.9, "1", "share of tensor-parallel communication that overlap in parts hides", "megatron_bridge_perf"
     ),
     "expert_hidden": _c(0.93, "1", "share of expert exchange that overlap hides", "megatron_bridge_perf"),
     "node_once": _c(0.0, "1", "1: a token goes to a node once, whatever number of its experts is there", "definition"),
     "node_once.megatron": _c(1.0, "1", "the same: DeepEP and HybridEP", "definition"),
-    "imbalance": _c(1.3, "1", "rows of the fullest rank's experts over the mean, routing not forced even", "assumption"),
+    "imbalance": _c(
+        1.3, "1", "rows of the fullest rank's experts over the mean, routing not forced even", "assumption"
+    ),
     "owner": _c(
         0.0, "s", "sending of one owner's new weights, where each owner of state broadcasts its own", "definition"
     ),

@@ -118,7 +118,9 @@ def _core(build: Builder, window: int | None, qk: int, v: int) -> None:
         flops = 2.0 * cut.tokens * heads * _keys(cut, window) * (qk + v)
         moved = cut.width * cut.tokens * (heads + kv_heads) * (qk + v)
         precision = "fp8" if practice.fp8_attention else cut.plain
-        shape = {"m": cut.seq, "n": round(heads * cut.micro), "k": qk, "precision": precision}
+        # A ring takes its keys in as many blocks as it has ranks.
+        block = cut.seq // cut.cp if cut.context == "ring" else cut.seq
+        shape = {"m": block, "n": round(heads * cut.micro), "k": qk, "precision": precision}
         shape["framework"] = practice.framework
         build.forward.append(
             Op(kind="attention_f", part="core", flops=flops, bytes=moved, **shape)  # type: ignore[arg-type]
@@ -173,6 +175,10 @@ def _context(build: Builder, heads: float, kv_heads: float, qk: int, v: int) -> 
         build.returned.append(Message(axis="cp", op="all_gather", size=keys * cut.cp))
         build.returned.append(Message(axis="cp", op="reduce_scatter", size=keys * cut.cp))
         return
+    # Each block's result is joined with those before, in fp32.
+    joined = 4.0 * cut.tokens * heads * v * (cut.cp - 1)
+    build.memory(build.forward, "core", 3 * joined, kernels=2 * (cut.cp - 1))
+    build.memory(build.backward, "core", 3 * joined, kernels=2 * (cut.cp - 1))
     build.sent.append(Message(axis="cp", op="ring", size=keys * (cut.cp - 1)))
     build.returned.append(Message(axis="cp", op="ring", size=2 * keys * (cut.cp - 1)))
 

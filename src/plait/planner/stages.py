@@ -170,6 +170,9 @@ def _share(machine: Machine, cut: Slice, message: Message, cost: float, name: st
         if name == "W":
             # The input is gathered again while its gradient is computed.
             return under(cost, cost, contention)
+        if name == "B" and message.op != "all_gather" and table.of("async_reduce", practice.framework):
+            # The gradient of a column-parallel layer's input is summed while its weights' is computed.
+            return under(cost, device / 2, contention)
         # Overlap in parts is of one domain of fast links (user buffers, symmetric memory).
         inside = cut.tp <= machine.topology.tiers[0].size
         split = cost * table.of("split_share", family) if practice.overlap_tp and inside else 0.0
