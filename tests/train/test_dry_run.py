@@ -92,7 +92,9 @@ def test_dry_run_is_the_real_run(pool: Pool, name: str, text: str, ranks: int, l
             activation = plan.micro * SEQ * 32 * 4
             # Tokens do not fall quite evenly on two halves of a vocabulary: a row of 16 bytes more or less.
             uneven = 16 * plan.micro * SEQ if plan.tp > 1 else 0
-            assert -uneven <= real[rank]["activations"] - dry.activations <= late * activation + uneven
+            # Shards of norms (64 bytes) are let go of late as well.
+            shards = 4 * 64 if ranks > 1 else 0
+            assert -uneven <= real[rank]["activations"] - dry.activations <= late * activation + uneven + shards
 
 
 def test_a_rank_of_a_thousand_of_a_70b() -> None:
