@@ -239,7 +239,7 @@ class Bounds:
         return Leaves(cell, pipes, dps, self._modes, bounds=bounds, ranks=ranks, kept=kept)
 
     def _of_size(self, cell: Cell, pp: int, dp: int | None) -> tuple[float, float, float]:
-        """(microbatches, seconds of a transfer, least bytes of state) with ``pp`` ranks; infinite where there are none."""
+        """(microbatches, seconds of a transfer, least bytes of state) with ``pp`` ranks; infinite where none are."""
         request = self.request
         if dp is None or request.global_batch % (cell.micro * dp) or dp * cell.cp * cell.tp % (cell.ep * cell.etp):
             return math.inf, 0.0, math.inf

@@ -307,7 +307,8 @@ class Run:
     def _values(self) -> dict[str, list[Any]]:
         """What the forms of the best plan's cell may be."""
         sizes = pipeline_sizes(self.request)
-        found: dict[str, list[Any]] = {"pp": sizes, "schedule": list(SCHEDULES), "recompute": list(MODES), "zero": list(ZEROS)}
+        found: dict[str, list[Any]] = {"pp": sizes, "schedule": list(SCHEDULES)}
+        found |= {"recompute": list(MODES), "zero": list(ZEROS)}
         if max(sizes) == 1:
             del found["schedule"]
         return {axis: values for axis, values in found.items() if axis not in self.request.fix}

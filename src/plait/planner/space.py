@@ -36,7 +36,8 @@ _DEPTH_RULES: Final = (fitting.depth, fitting.stages)
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What is planned: a model on the first ``world_size`` devices of a cluster, ``global_batch`` samples of ``seq``."""
+    """What is planned: a model on the first ``world_size`` devices of a cluster; ``global_batch`` samples of ``seq``
+    tokens a step."""
 
     model: ModelConfig
     topology: Topology

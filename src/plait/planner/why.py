@@ -122,7 +122,8 @@ def _compute(loser: Candidate, best: Candidate) -> str:
     under = {axis: _hidden(loser, axis) - _hidden(best, axis) for axis in _WORDS}
     most = max(under, key=under.__getitem__)
     if under[most] > 0.05 * best.prediction.step_time:
-        return f"{_WORDS[most]}, {_hidden(loser, most) / loser.prediction.step_time:.0%} of the step, slow what hides them"
+        share = _hidden(loser, most) / loser.prediction.step_time
+        return f"{_WORDS[most]}, {share:.0%} of the step, slow what hides them"
     ratio = parts(loser.prediction)["compute"] / parts(best.prediction)["compute"] - 1.0
     return f"compute {ratio:.0%} longer: smaller operators, or a rank with more layers"
 
