@@ -100,3 +100,73 @@ def test_usage_errors_are_argparses(capsys: pytest.CaptureFixture[str]) -> None:
 def test_converting_nothing_known_is_bad_input(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["convert", str(tmp_path / "none"), str(tmp_path / "out")]) == 2
     assert "plait: error: " in capsys.readouterr().err
+
+
+# Planning
+
+
+JOB = ["--model", "llama3-8b", "--cluster", "h100", "--seq", "2048", "--global-batch", "64"]
+
+
+def test_plan_writes_a_plan_that_simulate_and_train_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "plan.toml"
+    assert main(["plan", *JOB, "--gpus", "16", "--fix", "tp=2", "--json", "-o", str(path)]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert "tp=2" in found["plans"][0]["plan"]
+    trace, picture = tmp_path / "trace.json", tmp_path / "plan.svg"
+    assert main(["simulate", str(path), *JOB, "--json", "--trace", str(trace), "--svg", str(picture)]) == 0
+    again = json.loads(capsys.readouterr().out)
+    assert again["step_time"] == pytest.approx(found["plans"][0]["step_time"])
+    assert json.loads(trace.read_text())["traceEvents"]
+    assert picture.read_text().startswith("<svg")
+    run = ["model.preset=llama3-8b", "data.seq=2048", "train.global_batch=64"]
+    path.write_text(path.read_text() + "[model]\npreset = 'llama3-8b'\n")
+    assert main(["train", str(path), "--dry", "--json", *(w for key in run for w in ("--set", key))]) == 0
+    assert json.loads(capsys.readouterr().out)["world_size"] == 16
+
+
+def test_planning_starts_without_torch() -> None:
+    code = (
+        "import sys\n"
+        "from plait.cli import main\n"
+        f"assert main(['plan', *{JOB!r}, '--gpus', '8', '--json']) == 0\n"
+        "assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], env=ENV, check=True, capture_output=True, timeout=60)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says", "code"),
+    [
+        (["--model", "lama"], "neither a preset", 2),
+        (["--cluster", "h10"], "nearest: h100", 2),
+        (["--fix", "pp=3"], "pp=3", 3),
+        (["--fix", "tq=2"], "unknown key 'tq' in a plan; nearest: tp", 2),
+        (["--fix", "tp=3"], "tp=3", 3),
+        (["--max-memory", "1.5"], "max_memory=1.5", 2),
+        (["--max-memory", "0.05"], "no plan for 8 devices fits", 3),
+    ],
+)
+def test_requests_that_cannot_be_met_are_one_message(
+    arguments: list[str], says: str, code: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", *JOB, "--gpus", "8", *arguments]) == code
+    errors = capsys.readouterr().err
+    assert errors.startswith("plait: error: ")
+    assert says in errors
+    assert "Traceback" not in errors
+
+
+# What runs left
+
+
+def test_reports_and_checkpoints_of_nothing_are_bad_input(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["report", str(tmp_path)]) == 2
+    assert "metrics.jsonl" in capsys.readouterr().err
+    assert main(["checkpoint", "list", str(tmp_path / "none")]) == 2
+    assert "none" in capsys.readouterr().err
+
+
+def test_a_run_is_not_resumed_from_two_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "run.toml", "--resume", str(tmp_path)]) == 2
+    assert "leave run.toml out" in capsys.readouterr().err
