@@ -45,7 +45,7 @@ def run_rank(worker: Worker, plans: Sequence[str], steps: int, patience: float, 
     for number, text in enumerate(plans):
         plan = Plan.parse(text).resolve(size)
         _settle()
-        before = _status("RssAnon")
+        before = (_status("RssAnon"), storage_bytes())
         cpu, own = torch.device("cpu"), None
         if store is None:
             world = World.alone()
@@ -59,7 +59,9 @@ def run_rank(worker: Worker, plans: Sequence[str], steps: int, patience: float, 
         Path(path).write_text(json.dumps(rows), encoding="utf-8")
 
 
-def _measure(world: World, store: Store | None, plan: Plan, steps: int, patience: float, before: int) -> dict[str, Any]:
+def _measure(
+    world: World, store: Store | None, plan: Plan, steps: int, patience: float, before: tuple[int, int]
+) -> dict[str, Any]:
     with torch.device("meta"):
         model = Decoder(MODEL)
     parallel = parallelize(model, plan, world, weights=InitSource(MODEL, 0))
@@ -84,8 +86,8 @@ def _measure(world: World, store: Store | None, plan: Plan, steps: int, patience
         used = torch.tensor([_own() - own], dtype=torch.float64)
         mine = float(everyone.all_reduce(used).wait())
         taken.append((seconds, max(0.0, (_busy() - busy - mine) / seconds), shares))
-    resident = _status("VmHWM") - (_status("VmRSS") - _status("RssAnon")) - before
-    allocated = _allocated(partial(_step, parallel, optimizer, steps + 1))
+    resident = _status("VmHWM") - (_status("VmRSS") - _status("RssAnon")) - before[0]
+    allocated = _allocated(partial(_step, parallel, optimizer, steps + 1)) - before[1]
     most = everyone.all_reduce(torch.tensor([allocated, resident], dtype=torch.float64), "max").wait().tolist()
     return {"steps": taken, "memory": most[0], "resident": most[1]}
 
