@@ -12,7 +12,7 @@ from rich.console import Console
 
 from plait.comm.world import World
 from plait.core.config import Config, dump, loads
-from plait.core.errors import ConfigError, PlanError, WeightsError
+from plait.core.errors import ConfigError, PlanError, RankError, WeightsError
 from plait.parallel.apply import Parallel
 from plait.parallel.precision import fp8_reason
 from plait.telemetry.record import EVAL_KEY, Metrics, Recorder, write_trace
@@ -24,7 +24,7 @@ from plait.train.launch import Place, Worker, launch, placed
 from plait.train.measure import Meter, device_facts, process_bytes
 from plait.train.nan import NaNPolicy, hopeless
 from plait.train.progress import Progress, heading
-from plait.train.restart import RANK, supervise
+from plait.train.restart import FLIGHT, RANK, supervise
 from plait.train.resume import Keeper
 from plait.train.run import Setup, build, claim_folder, open_samples, prepare, to_device
 from plait.train.step import Steps
@@ -84,7 +84,12 @@ def run_rank(worker: Worker, text: str, as_json: bool) -> None:
     config = dataclasses.replace(config, run=dataclasses.replace(config.run, dir=folder))
     setup = dataclasses.replace(setup, config=config)
     make_tokens(setup, world, worker.place.local_rank)
-    train(setup, world, as_json=as_json, worker=worker)
+    try:
+        train(setup, world, as_json=as_json, worker=worker)
+    except RankError:
+        if worker.watch is None:  # else the supervisor reads it, of ranks too that can say nothing any more
+            world.book.flight.dump(folder / FLIGHT)
+        raise
     world.close()
 
 
