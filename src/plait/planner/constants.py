@@ -124,7 +124,7 @@ CONSTANTS: Mapping[str, Constant] = {
         0.63, "1", "the same for llm-foundry's of 2023 (FlashAttention 1, Triton)", "llm_foundry_mpt"
     ),
     "flash_version.fsdp.H100": _c(0.44, "1", "the same on Hopper, for which it was not made", "llm_foundry_mpt"),
-    "flash_version.internevo": _c(0.6, "1", "the same for InternEvo's of 2023 (FlashAttention 1)", "internevo"),
+    "flash_version.internevo": _c(0.5, "1", "the same for InternEvo's of 2023 (FlashAttention 1)", "internevo"),
     "flash_version.torchtitan.H100": _c(
         0.6, "1", "FlashAttention 2 on Hopper", "Shah et al. 2024, arXiv:2407.08608, figure 5"
     ),
@@ -151,7 +151,7 @@ CONSTANTS: Mapping[str, Constant] = {
         2.25, "1", "the same without: tracing about doubles a launch", "half of the one above"
     ),
     "pace_join": _c(
-        3.0, "1", "power of the norm that joins the device's and the host's time of a phase", "vtrain_a100"
+        2.5, "1", "power of the norm that joins the device's and the host's time of a phase", "vtrain_a100"
     ),
     "fused_launch": _c(
         0.7, "1", "host time of an operator under fused modules relative to plain ones", "megatron_bridge_perf"
@@ -182,7 +182,7 @@ CONSTANTS: Mapping[str, Constant] = {
     "contention.TPU": _c(0.0, "s/s", "the same on a TPU, whose DMA engines send", "definition"),
     "contention.cpu": _c(1.0, "s/s", "the same on a CPU, whose cores do both", "definition"),
     "gemm_share.cpu": _c(1.0, "of peak", "of a CPU the peak is the best that was measured", "definition"),
-    "hidden_share": _c(0.5, "1", "share of compute that data-parallel communication can hide under", "llm_foundry_mpt"),
+    "hidden_share": _c(0.55, "1", "share of compute that data-parallel communication can hide under", "llm_foundry_mpt"),
     "prefetch_share": _c(
         0.7, "1", "share of compute that gathers and reductions of zero=3 can hide under", "llm_foundry_mpt"
     ),
