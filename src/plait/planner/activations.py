@@ -161,8 +161,9 @@ def head_steps(model: ModelConfig, plan: Plan, practice: Practice, at: Local) ->
         loss = Step(
             kind="logits",
             keeps=18.0 * rows,
-            forward=2 * WIDE * chunk + 8.0 * rows,
-            backward=WIDE * chunk + 16.0 * rows,
+            # fp32 logits are not copied to fp32: one copy less each way.
+            forward=(2 if e < WIDE else 1) * WIDE * chunk + 8.0 * rows,
+            backward=(WIDE * chunk if e < WIDE else 0.0) + 16.0 * rows,
         )
         product = logits * e
     else:

@@ -46,7 +46,7 @@ def _core(model: ModelConfig, at: Local, practice: Practice, layer: int) -> list
         keeps += per_head + _mask(model, at, layer)
         return [
             Step(kind="attention", keeps=keeps),
-            Step(kind="attention core", keeps=lse, forward=_ring_work(at, q, k, v), backward=2 * q + 2 * (k + v)),
+            _across(at, lse, q, k, v),
         ]
     scores = at.samples * at.heads * at.seq * (at.seq * at.cp)
     if practice.attention == "unfused":
@@ -60,12 +60,16 @@ def _core(model: ModelConfig, at: Local, practice: Practice, layer: int) -> list
     ]
 
 
-def _ring_work(at: Local, q: float, k: float, v: float) -> float:
-    """Context parallel: the sum in fp32, and the keys and values of others that are on their way."""
+def _across(at: Local, lse: float, q: float, k: float, v: float) -> Step:
+    """plait's attention core. Context parallel: sums in fp32, keys and values of others on their way, and gradients."""
+    wide = WIDE / at.width
+    forward, backward = 0.0, 2 * q + 2 * (k + v)
     if at.context in ("ring", "gather"):
-        passing = 2 * (k + v) if at.context == "ring" else at.cp * (k + v)
-        return q / at.width * WIDE + passing
-    return q + k + v if at.context == "ulysses" else 0.0
+        passing = (2 if at.context == "ring" else at.cp) * (k + v)
+        forward, backward = q * wide + passing, q * wide + q + passing * (1 + wide)
+    elif at.context == "ulysses":
+        forward = q + k + v
+    return Step(kind="attention core", keeps=lse, forward=forward, backward=backward)
 
 
 def _mask(model: ModelConfig, at: Local, layer: int) -> float:
@@ -106,6 +110,6 @@ def latent(model: ModelConfig, at: Local, practice: Practice) -> list[Step]:
         # The whole up projection stays behind v; the output is copied out of the heads' layout.
         parts += [
             Step(kind="attention", keeps=2 * q + up + value),
-            Step(kind="attention core", keeps=lse, backward=2 * q + 2 * value),
+            _across(at, lse, q, q, value),
         ]
     return [*parts, Step(kind="attention", keeps=value, backward=value + at.wide_stream)]
