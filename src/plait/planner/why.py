@@ -117,7 +117,7 @@ def _group(mesh: Mesh, axis: str) -> tuple[int, ...] | None:
 
 def _compute(loser: Candidate, best: Candidate) -> str:
     more = loser.prediction.hardware_flops / best.prediction.hardware_flops - 1.0
-    if more > 0.01:
+    if more > 0.01 and loser.plan.recompute not in ("none", best.plan.recompute):
         return f"{more:.0%} more FLOPs for recompute={loser.plan.recompute}"
     under = {axis: _hidden(loser, axis) - _hidden(best, axis) for axis in _WORDS}
     most = max(under, key=under.__getitem__)
