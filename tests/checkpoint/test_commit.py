@@ -7,6 +7,7 @@ import itertools
 import json
 import multiprocessing
 import os
+import re
 import resource
 import shutil
 import signal
@@ -99,6 +100,53 @@ def test_the_boundaries_are_passed_in_their_order(tmp_path: Path) -> None:
         assert everywhere == list(EVERYWHERE)
         assert [phase for phase in phases if phase in COMMITTER] == (list(COMMITTER) if rank == 0 else [])
         assert set(phases) == {*AROUND, *EVERYWHERE, *(() if rank else COMMITTER)}
+
+
+def test_nothing_is_named_before_it_is_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kill of the process does not show what a loss of power would; the order of syncs and renames does."""
+    save(tmp_path, 2, 1)
+    done: list[tuple[str, str]] = []
+    sync, rename, replace, rmtree = os.fsync, Path.rename, os.replace, shutil.rmtree
+
+    def name(path: Path | str) -> str:
+        found = str(Path(path).relative_to(tmp_path)) if Path(path) != tmp_path else "."
+        return re.sub(r"\.tmp-(old-)?[0-9a-f]+", r".tmp-\1ID", found)
+
+    def logged_sync(descriptor: int) -> None:
+        done.append(("sync", name(os.readlink(f"/proc/self/fd/{descriptor}"))))
+        sync(descriptor)
+
+    def logged_rename(path: Path, target: Path) -> Path:
+        done.append(("rename", f"{name(path)} {name(target)}"))
+        return rename(path, target)
+
+    def logged_replace(path: Path, target: Path) -> None:
+        done.append(("rename", f"{name(path)} {name(target)}"))
+        replace(path, target)
+
+    def logged_rmtree(path: Path, ignore_errors: bool = False) -> None:
+        done.append(("remove", name(path)))
+        rmtree(path, ignore_errors=ignore_errors)
+
+    monkeypatch.setattr(os, "fsync", logged_sync)
+    monkeypatch.setattr(Path, "rename", logged_rename)
+    monkeypatch.setattr(os, "replace", logged_replace)
+    monkeypatch.setattr(shutil, "rmtree", logged_rmtree)
+    save(tmp_path, 2, 2, keep=1)
+    draft = "step-00000002.tmp-ID"
+    assert sorted(done[:2]) == [("sync", f"{draft}/rank-0000{rank}.safetensors") for rank in (0, 1)]
+    assert done[2:] == [
+        ("sync", f"{draft}/manifest.json"),
+        ("sync", draft),
+        ("rename", f"{draft} step-00000002"),
+        ("sync", "."),
+        ("sync", "latest.json.tmp"),
+        ("rename", "latest.json.tmp latest.json"),
+        ("sync", "."),
+        ("rename", "step-00000001 step-00000001.tmp-old-ID"),
+        ("sync", "."),
+        ("remove", "step-00000001.tmp-old-ID"),
+    ]
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO, errno.EROFS, errno.EDQUOT])

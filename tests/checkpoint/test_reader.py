@@ -261,3 +261,5 @@ def test_a_rank_that_does_not_see_a_checkpoint_rules_it_out(folder: Path, tmp_pa
     places = [folder, tmp_path / "other"]
     found = together(2, lambda rank, group: agree_latest(places[rank], rank=rank, group=group))
     assert [path for path, _ in found] == [places[0] / "step-00000001", places[1] / "step-00000001"]
+    for _, passed in found:
+        assert "other/step-00000002 holds no manifest.json" in passed[0]

@@ -173,7 +173,8 @@ def verify(where: Path) -> list[Verified]:
 def prune(where: Path, *, keep: int, keep_every: int = 0) -> list[str]:
     """Take away all checkpoints in ``where`` but the newest ``keep`` good ones and steps that ``keep_every`` divides.
 
-    Returns the names that went. Not for a folder that a run is saving into. OSError becomes ConfigError.
+    Returns the names that went. What dead saves left is the next save's to remove: a run may be saving here.
+    ConfigError where one cannot be taken away.
     """
     found = paths(where)
     if found and found[-1] == where:
@@ -182,7 +183,6 @@ def prune(where: Path, *, keep: int, keep_every: int = 0) -> list[str]:
     try:
         gone = steps.superseded(folder, keep, keep_every)
         steps.take_away(gone, lambda _: None)
-        steps.clean(folder)
     except OSError as error:
         raise ConfigError(f"{folder} cannot be pruned: {error.strerror}") from error
     return [entry.path.name for entry in gone]

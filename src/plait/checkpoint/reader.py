@@ -262,8 +262,7 @@ def agree_latest(folder: Path, *, rank: int, group: Agreement, verify: bool = Tr
     """
     passed: list[str] = []
     names = group.gather([entry.path.name for entry in steps.committed(folder)])
-    everywhere = [name for name in names[0] if all(name in seen for seen in names)]
-    for name in reversed(everywhere):
+    for name in reversed(names[0]):
         trouble: str | None = None
         try:
             opened = Checkpoint.open(folder / name)
