@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
 
@@ -12,9 +14,10 @@ import torch
 from plait.core.cluster_file import load
 from plait.core.errors import ConfigError
 from plait.core.mesh import Mesh
-from plait.core.topology import GemmPoint
+from plait.core.topology import Device, GemmPoint, Measured
+from plait.models.config import PRESETS
 from plait.planner.clusters import cluster
-from plait.train import calibrate, calibrate_kernels, calibrate_links
+from plait.train import calibrate, calibrate_kernels, calibrate_layer, calibrate_links
 from plait.train.calibrate_links import HOST, NETWORK, partitions, tournament
 from tests.pool import Connect, Pool
 
@@ -64,6 +67,17 @@ def _measure(connect: Connect) -> tuple[list[str], float, list[list[float]]]:
     return found
 
 
+class _Taking(calibrate_kernels.Bench):
+    """Measures whatever it is given as so many seconds."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__(device=torch.device("cpu"), barrier=lambda: None, budget=0.0)
+        object.__setattr__(self, "answer", seconds)
+
+    def seconds(self, work: Callable[[], object]) -> float:
+        return float(vars(self)["answer"])
+
+
 def test_ranks_measure_collectives_messages_and_all_pairs(pool: Pool) -> None:
     results = pool.run(4, _measure)
     ops, idle, matrix = results[0]
@@ -80,6 +94,8 @@ def test_one_rank_writes_a_cluster_file(
 ) -> None:
     monkeypatch.setattr(calibrate_kernels, "CPU_SHAPES", ((64, 64, 64), (128, 64, 64)))
     monkeypatch.setattr(calibrate_kernels, "CPU_ATTENTION", ((1, 2, 2, 64, 16),))
+    monkeypatch.setattr(calibrate_layer, "MODEL", replace(PRESETS["tiny"], num_layers=1))
+    monkeypatch.setattr(calibrate_layer, "SEQ", 32)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     threads = torch.get_num_threads()
     assert calibrate.run(None, as_json=True, quick=True, processes=[1], device="cpu") == 0
@@ -95,6 +111,14 @@ def test_one_rank_writes_a_cluster_file(
     assert found.with_devices(2).measured.launch == pytest.approx(
         (found.measured.launch or 0) * max(1, 2 / found.cores), rel=1e-6
     )
+
+
+def test_operators_in_steps_are_at_most_as_fast_as_alone() -> None:
+    """A step that takes no time, or for ever, leaves a figure between the one alone and a tenth of it."""
+    device = Device(name="cpu", memory=8e9, peaks={"fp32": 1e11}, bandwidth=1e10, kind="cpu")
+    measured = Measured(bandwidth=1e10)
+    for seconds, found in ((0.0, 1e10), (1e9, 1e9)):
+        assert calibrate_layer.bandwidth_in_steps(_Taking(seconds), device, measured) == pytest.approx(found)
 
 
 def test_what_cannot_be_is_refused_before_anything_is_measured(tmp_path: Path) -> None:
