@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import random
 import time
@@ -198,7 +199,8 @@ def test_reasons_name_what_takes_the_time() -> None:
     assert "compute" in whole and "recompute" not in whole
     deep = reason(asked, "pp=4", candidate("tp=2 pp=4 dp=4 micro=4 zero=1 schedule=gpipe"), best)
     assert "bubble" in deep and "4 microbatches on pp=4" in deep
-    assert "stage 0 needs" in reason(asked, "micro=2", candidate("dp=32 micro=2"), best)
+    tight = dataclasses.replace(asked, max_memory=0.1)
+    assert "stage 0 needs" in reason(tight, "dp=32", candidate("dp=32"), best)
 
 
 def test_among_equals_the_simpler_plan_is_first() -> None:

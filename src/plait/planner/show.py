@@ -46,7 +46,7 @@ def search_page(search: Search) -> RenderableType:
             fits = loser.candidate.fits(request.memory)
             took = seconds(loser.candidate.prediction.step_time) if fits else "does not fit"
             table.add_row(loser.kind, took, loser.why.removeprefix(f"{loser.kind}: "))
-        parts_of_page.append(table)
+        parts_of_page += [Text(), table]
     return Group(*parts_of_page)
 
 
