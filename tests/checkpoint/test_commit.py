@@ -230,7 +230,7 @@ def test_a_folder_that_cannot_be_written_is_found_at_the_start(tmp_path: Path, m
         with pytest.raises(ConfigError, match="cannot be written"):
             Saver(folder, rank=0, group=Alone())
     with pytest.raises(ConfigError, match=r"takes 1,000,000,000\.000 GB.*make room"):
-        steps.check_folder(tmp_path / "new", 10**18)
+        Saver(tmp_path / "new", rank=0, group=Alone(), need=10**18)
     steps.check_folder(tmp_path / "new/deep", 1000)
     assert os.listdir(tmp_path / "new/deep") == []
     if os.geteuid() != 0:  # root writes everywhere

@@ -32,8 +32,9 @@ class Saver:
     """Saves into ``folder`` as ``rank``; every rank of ``group`` makes one and calls `save` at the same steps.
 
     ``keep``: newest checkpoints that stay; ``keep_every``: and those of every step that it divides (0: none).
-    ``asynchronous``: `save` returns after the copy. ``probe``: told of every phase boundary (`PHASES`), for tests.
-    ConfigError where ``folder`` cannot be written, so that it is known at the start.
+    ``asynchronous``: `save` returns after the copy. ``need``: bytes that a checkpoint of all ranks will take.
+    ``probe``: told of every phase boundary (`PHASES`), for tests. ConfigError where ``folder`` cannot be written, or has
+    no room for ``need``, so that it is known at the start.
 
     A save that fails is told by `poll` and `drain`, never raised: the run goes on, and the next save is tried.
     """
@@ -47,11 +48,12 @@ class Saver:
         keep: int = 2,
         keep_every: int = 0,
         asynchronous: bool = True,
+        need: int = 0,
         probe: Probe = _unseen,
     ) -> None:
         if keep < 1 or keep_every < 0:
             raise ConfigError(f"[checkpoint] keep = {keep} has to be at least 1, keep_every = {keep_every} at least 0")
-        check_folder(folder)
+        check_folder(folder, need)
         self._place = Place(folder=folder, rank=rank, group=group, keep=keep, keep_every=keep_every, probe=probe)
         self._probe, self._asynchronous = probe, asynchronous
         self._host = Host()

@@ -27,6 +27,7 @@ from plait.comm.world import World
 from plait.core.config import Config, dump, load
 from plait.core.errors import ConfigError, WeightsError
 from plait.core.shard import full
+from plait.models.config import parameter_count
 from plait.parallel.apply import Parallel
 from plait.parallel.state import begin_moments, own_state, set_own_state, settle, stretches
 from plait.telemetry.record import read_metrics
@@ -34,7 +35,7 @@ from plait.train.data import Samples
 from plait.train.events_log import EVENTS, EventLog
 from plait.train.exchange import counted_elements, gather_json, pieces_of, read_stretches, together
 from plait.train.replicas import Replicas
-from plait.train.run import Setup
+from plait.train.run import Setup, trained_shapes
 from plait.train.same import check_same, expected, identity
 from plait.train.step import Steps
 
@@ -95,6 +96,9 @@ class Keeper:
                 keep=section.keep,
                 keep_every=section.keep_every,
                 asynchronous=section.asynchronous,
+                # fp32 masters, and two moments of what is trained.
+                need=4 * parameter_count(setup.model)
+                + 8 * sum(math.prod(shape) for shape in trained_shapes(setup).values()),
             )
 
             if memory is not None and run.replicas:
