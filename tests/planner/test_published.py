@@ -217,3 +217,9 @@ def test_alternating_windows_have_the_same_work(tmp_path: Path) -> None:
     saved = dims * ((seq + 1) / 2 - ((seq + 1) / 2 + 128 - 128 * 127 / (2 * seq)) / 2)
     assert whole - flops_per_token(model, seq) == pytest.approx(saved, rel=0.02)
     assert notes(found) == ("alternating windows as one window in every layer that sees as many keys",)
+
+
+def test_a_source_that_is_not_known_goes_by_its_framework(tmp_path: Path) -> None:
+    for framework, want in (("torchtitan 0.2", "torchtitan"), ("FSDP2", "fsdp"), ("", "megatron")):
+        (found,) = rows(write(tmp_path, row(flags={"framework": framework})))
+        assert job_of(found).practice.framework == want

@@ -14,8 +14,10 @@ _OVERLAPS_TP: Final = ("megatron_bridge_perf", "megatron_bridge_memory_ablation"
 
 
 def practice_of(row: Row) -> Practice:
-    """The practice of the row's source; that of Megatron-Core for a source that is not known."""
-    return _OF.get(row.source, _megatron_core)(row)
+    """The practice of the row's source, else of the framework that it names, else of Megatron-Core."""
+    named = str(row.flags.get("framework", "")).lower()
+    by_name = (make for word, make in _NAMED.items() if word in named)
+    return (_OF.get(row.source) or next(by_name, _megatron_core))(row)
 
 
 def _memory_kind(row: Row) -> str:
@@ -73,18 +75,18 @@ def _megatron_core(row: Row) -> Practice:
     graph = str(flags.get("cuda_graph_impl") or flags.get("cuda_graph") or "none")
     scope = flags.get("cuda_graph_scope")
     return Practice(
-        # gpt-oss clamps inside its gated activation, which no fused kernel of Megatron-Core did.
-        framework="megatron-clamped" if row.model["name"].startswith("gpt-oss") else "megatron",
+        framework=_megatron_name(row),
         overlap_grads=bool(flags.get("overlap_grad_reduce", True)),
         overlap_weights=bool(flags.get("overlap_param_gather", True)),
         # User buffers: on in the recipes of dense models.
         overlap_tp=row.layout["tp"] > 1 and not row.experts and row.source in _OVERLAPS_TP,
-        overlap_ep=bool(flags.get("ep_overlap", False)),
+        # Recipes captured as a whole overlap the exchange; some releases leave it unsaid.
+        overlap_ep=bool(flags.get("ep_overlap", row.experts and graph == "full_iteration")),
         weight_bytes=2,
         grad_bytes=2 if _half_reduce(row) else 4,
         optimizer_bytes=8 if flags.get("exp_avg_dtype") == "bf16" else 12,
         fused=True,
-        graph="full" in graph or scope == "full_iteration" or (graph != "none" and scope is None),
+        graph="full" in graph or scope == "full_iteration" or (graph not in ("none", "partial") and scope is None),
         fp8=_scales(row),
         fp8_attention=bool(flags.get("fp8_dot_product_attention", False)),
         mtp_layers=row.model["mtp_layers"] or 0,
@@ -93,6 +95,15 @@ def _megatron_core(row: Row) -> Practice:
         recompute_parts=_parts(row),
         offload=bool(flags.get("cpu_offloading_num_layers") or flags.get("activation_offload")),
     )
+
+
+def _megatron_name(row: Row) -> str:
+    if row.model["name"].startswith("gpt-oss"):
+        return "megatron-clamped"  # inside its gated activation, which no fused kernel of Megatron-Core did
+    plain = "alltoall" if row.source == "megatron_bridge_perf" else None  # what its recipes leave unsaid
+    if row.experts and row.flags.get("moe_dispatcher", plain) == "alltoall":
+        return "megatron-alltoall"  # the plain dispatcher: a token once an expert, counts read on the host
+    return "megatron"
 
 
 def _half_reduce(row: Row) -> bool:
@@ -254,3 +265,14 @@ _OF: Final[Mapping[str, Callable[[Row], Practice]]] = {
     "torchtitan": _torchtitan,
     "maxtext_tpu": _maxtext,
 }
+_NAMED: Final[Mapping[str, Callable[[Row], Practice]]] = {
+    "torchtitan": _torchtitan,
+    "nanotron": _nanotron,
+    "internevo": _internevo,
+    "maxtext": _maxtext,
+    "composer": _foundry,
+    "fsdp": _foundry,
+    "zero-bubble": _zero_bubble,
+    "megatron-deepspeed": _megatron_2021,
+}
+"""Word in a row's ``flags.framework`` -> practice."""
