@@ -91,6 +91,27 @@ def test_llama_with_flash_attention() -> None:
     assert have == pytest.approx(want, rel=1e-3)
 
 
+def test_experts_and_latent_attention() -> None:
+    """Experts keep tokens x top_k x (D + 3 F) x 2 bytes (Primus, projection docs, moe_act), a shared one 3 F a token."""
+    model, tokens = PRESETS["deepseek-v3"], 1024
+    moe, mla = model.moe, model.mla
+    assert moe is not None and mla is not None
+    plan = dataclasses.replace(Plan.parse("ep=8 dp=8"), precision="bf16")
+    at = local_of(model, plan, tokens, False)
+    steps = layer_steps(model, plan, Practice(framework="megatron", fused=True), at, 5, "none")
+
+    def kept(*kinds: str) -> float:
+        return sum(step.keeps for step in steps if step.kind in kinds)
+
+    assert kept("experts", "moe act") == tokens * moe.top_k * (7168 + 3 * moe.ffn_size) * 2
+    assert kept("shared", "shared act") == tokens * 3 * moe.shared_ffn * 2
+    # Latents before and after their norms, with one statistic each; then q, k, v, their result, its log-sum-exp.
+    latents = 2 * mla.q_rank + 2 * mla.kv_rank + mla.rope_dim if mla.q_rank is not None else 0
+    heads = 128 * (2 * mla.qk_dim + 2 * mla.v_dim)
+    want = tokens * 2 * (latents + heads + 7168) + tokens * 4 * (2 + 128)
+    assert kept("attention", "mla up", "attention core") == want
+
+
 def test_parts_that_are_computed_again() -> None:
     megatron = Practice(framework="megatron", fused=True)
     plan = "recompute=selective"
