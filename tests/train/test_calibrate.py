@@ -19,6 +19,7 @@ from plait.models.config import PRESETS
 from plait.planner.clusters import cluster
 from plait.train import calibrate, calibrate_kernels, calibrate_layer, calibrate_links
 from plait.train.calibrate_links import HOST, NETWORK, partitions, tournament
+from plait.train.launch import Place
 from tests.pool import Connect, Pool
 
 
@@ -87,6 +88,36 @@ def test_ranks_measure_collectives_messages_and_all_pairs(pool: Pool) -> None:
         assert other == matrix
     assert all((matrix[a][b] == 0) == (a == b) for a in range(4) for b in range(4))
     assert matrix[1][2] == matrix[2][1]
+
+
+class _Host:
+    """A launched rank of two hosts with two ranks each."""
+
+    def __init__(self, connect: Connect) -> None:
+        self.connect = connect
+        self.place = Place(rank=connect.rank, local_rank=connect.rank % 2, world_size=4, local_size=2)
+
+
+def _two_hosts(connect: Connect, folder: str) -> None:
+    worker = _Host(connect)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(calibrate.socket, "gethostname", lambda: f"node{connect.rank // 2}")
+        calibrate.run_rank(worker, folder, quick=True, shown=False, computes=False, counts="4")  # type: ignore[arg-type]
+
+
+def test_two_hosts_have_two_tiers_and_a_matrix_of_pairs(pool: Pool, tmp_path: Path) -> None:
+    pool.run(4, _two_hosts, str(tmp_path))
+    found = load(tmp_path / "4.toml")
+    assert [(tier.name, tier.size) for tier in found.tiers] == [(HOST, 2), (NETWORK, 4)]
+    assert {(p.tier, p.ranks) for p in found.measured.comm if p.op == "all_reduce"} == {
+        (HOST, 2),
+        (NETWORK, 2),
+        (NETWORK, 4),
+    }
+    assert {p.tier for p in found.measured.comm if p.op == "p2p"} == {HOST, NETWORK}
+    assert len(found.measured.links) == 4
+    assert found.tier_index([0, 1]) == 0
+    assert found.tier_index([1, 2]) == 1
 
 
 def test_one_rank_writes_a_cluster_file(

@@ -150,7 +150,7 @@ def _compute(bench: kernels.Bench, quick: bool, stage: Callable[[int], None]) ->
     shapes = kernels.GPU_SHAPES if cuda else kernels.CPU_SHAPES
     attended = kernels.GPU_ATTENTION if cuda else kernels.CPU_ATTENTION
     stage(0)
-    gemm = kernels.products(bench, shapes[::2] if quick else shapes)
+    gemm = kernels.products(bench, shapes[::3] if quick else shapes)
     stage(1)
     attention = kernels.attention(bench, attended[:2] if quick else attended)
     stage(2)
