@@ -50,6 +50,7 @@ ALIKE = {
     "MI325": "MI300",
     "MI355": "MI300",
     "megatron-clamped": "megatron",
+    "megatron-alltoall": "megatron",
     "megatron-deepspeed-profiled": "megatron-deepspeed",
 }
 """Families, and frameworks, that share another's values where they have none of their own."""
@@ -159,6 +160,7 @@ CONSTANTS: Mapping[str, Constant] = {
     "backward_launch": _c(
         0.75, "1", "host time of an operator in backward (no Python) relative to forward", "vtrain_a100"
     ),
+    "expert_launch": _c(0.7, "1", "host time of one expert's launch, in a loop below Python", "megatron_bridge_perf"),
     "microbatch_host": _c(
         2e-4, "s", "host time of a microbatch that nothing hides, beside its operators", "zero_bubble"
     ),
@@ -182,7 +184,9 @@ CONSTANTS: Mapping[str, Constant] = {
     "contention.TPU": _c(0.0, "s/s", "the same on a TPU, whose DMA engines send", "definition"),
     "contention.cpu": _c(1.0, "s/s", "the same on a CPU, whose cores do both", "definition"),
     "gemm_share.cpu": _c(1.0, "of peak", "of a CPU the peak is the best that was measured", "definition"),
-    "hidden_share": _c(0.55, "1", "share of compute that data-parallel communication can hide under", "llm_foundry_mpt"),
+    "hidden_share": _c(
+        0.55, "1", "share of compute that data-parallel communication can hide under", "llm_foundry_mpt"
+    ),
     "prefetch_share": _c(
         0.7, "1", "share of compute that gathers and reductions of zero=3 can hide under", "llm_foundry_mpt"
     ),
@@ -197,6 +201,7 @@ CONSTANTS: Mapping[str, Constant] = {
     "expert_hidden": _c(0.93, "1", "share of expert exchange that overlap hides", "megatron_bridge_perf"),
     "node_once": _c(0.0, "1", "1: a token goes to a node once, whatever number of its experts is there", "definition"),
     "node_once.megatron": _c(1.0, "1", "the same: DeepEP and HybridEP", "definition"),
+    "node_once.megatron-alltoall": _c(0.0, "1", "the same: its plain dispatcher", "definition"),
     "imbalance": _c(
         1.3, "1", "rows of the fullest rank's experts over the mean, routing not forced even", "assumption"
     ),

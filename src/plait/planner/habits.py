@@ -41,6 +41,7 @@ _EAGER_LOSS: Final = (6.0, 4.0, 8.0)
 """``cross_entropy(logits.float(), ...)``: logits (2), log-softmax (4); then the gradients of loss and softmax."""
 _OF: Final[Mapping[str, Habits]] = {
     "megatron": Habits(logits=(4.0, 0.0, 0.0), keeps_output=False, dummies=True, low_inputs=True),
+    "megatron-alltoall": Habits(logits=(4.0, 0.0, 0.0), keeps_output=False, dummies=True, low_inputs=True),
     "megatron-clamped": Habits(logits=(4.0, 0.0, 0.0), keeps_output=False, dummies=True, low_inputs=True),
     "megatron-deepspeed": Habits(),
     "deepspeed": Habits(),

@@ -123,6 +123,7 @@ def _spent(machine: Machine, cut: Slice, phase: Phase, name: str, parts: frozens
     device = 0.0
     launches = 0.0
     core = 0.0
+    each = table.of("expert_launch", machine.family)
     for op in chosen:
         spent = seconds(machine, op)
         if op.kind == "grouped":
@@ -130,7 +131,7 @@ def _spent(machine: Machine, cut: Slice, phase: Phase, name: str, parts: frozens
         if op.part == "core":
             core += spent
         device += spent
-        launches += op.kernels
+        launches += op.kernels * (each if op.part == "experts" else 1)
     exposed: dict[str, float] = {}
     hidden: dict[str, float] = {}
     if parts is None:
