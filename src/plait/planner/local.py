@@ -60,8 +60,9 @@ def turns(pipe: Pipeline, copies: int, cores: int, waiting: float) -> float:
                 left[rank] = _seconds(row[at[rank]], pipe, schedule) / slowed
         busy = [rank for rank in range(pipe.ranks) if working[rank]]
         assert busy, "generated schedules do not deadlock"
-        free = cores - waiting * copies * (pipe.ranks - len(busy))
-        rate = min(1.0, max(free, 1.0) / (len(busy) * copies))
+        # Those that wait are spread over the cores: they slow a rank that has a core to itself as well.
+        free = max(1 - waiting * copies * (pipe.ranks - len(busy)) / cores, waiting)
+        rate = min(1.0, cores / (len(busy) * copies)) * free
         passed = min(left[rank] for rank in busy)
         now += passed / rate
         for rank in busy:
