@@ -92,7 +92,7 @@ def test_llama_with_flash_attention() -> None:
 
 
 def test_experts_and_latent_attention() -> None:
-    """Experts keep tokens x top_k x (D + 3 F) x 2 bytes (Primus, projection docs, moe_act), a shared one 3 F a token."""
+    """Experts keep tokens x top_k x (D + 3 F) x 2 bytes (Primus, projection docs, moe_act), a shared one 3 F each."""
     model, tokens = PRESETS["deepseek-v3"], 1024
     moe, mla = model.moe, model.mla
     assert moe is not None and mla is not None
