@@ -2,26 +2,33 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import os
 import time
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, cast
+from unittest import mock
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from plait.checkpoint.reader import Checkpoint, Request
+from plait.checkpoint.reshard import volume
 from plait.checkpoint.store import WeightFolder
 from plait.core.config import dump, load, loads
 from plait.core.errors import ConfigError, WeightsError
 from plait.core.mesh import Mesh
 from plait.core.plan import Plan
+from plait.core.shard import Box, Cut, Section, ShardSpec, split
 from plait.models.config import parameter_shapes
 from plait.models.init import InitSource
+from plait.parallel.state import Stretch
 from plait.train import data, exchange, trainer
-from plait.train.exchange import shared_folder, together
-from plait.train.launch import Worker
+from plait.train.exchange import pieces_of, read_stretches, shared_folder, together
+from plait.train.launch import Place, Worker
 from tests.parallel.cuts import LLAMA, Run, build
 from tests.pool import Connect, Pool
 
@@ -85,8 +92,8 @@ def test_a_folder_that_a_rank_does_not_see_is_refused(pool: Pool, tmp_path: Path
 
 def slow_disk(connect: Connect, text: str, cache: str) -> int:
     """`trainer.run_rank`, with an encoding and a rank's weights that take longer than a step may."""
-    place = SimpleNamespace(world_size=2, local_rank=connect.rank)
-    worker = SimpleNamespace(place=place, connect=lambda mesh: connect(mesh, timeout=TIMEOUT))
+    place = Place(rank=connect.rank, local_rank=connect.rank, world_size=2)
+    worker = Worker(place=place, device="cpu", timeout=TIMEOUT)
     encode, write, encoded = data.encode_text, exchange.write_shard, []
 
     def slow_encode(*arguments: Any) -> Path:
@@ -102,7 +109,8 @@ def slow_disk(connect: Connect, text: str, cache: str) -> int:
     os.environ["XDG_CACHE_HOME"] = cache
     data.encode_text, exchange.write_shard = slow_encode, slow_write
     try:
-        trainer.run_rank(cast(Worker, worker), text, True)
+        with mock.patch.object(Worker, "connect", lambda self, mesh: connect(mesh, timeout=TIMEOUT)):
+            trainer.run_rank(worker, text, True)
     finally:
         data.encode_text, exchange.write_shard = encode, write
         os.environ.pop("XDG_CACHE_HOME") if before is None else os.environ.update(XDG_CACHE_HOME=before)
@@ -149,3 +157,85 @@ def test_every_element_is_written_once_at_every_level(pool: Pool, tmp_path: Path
     numbers = sum(math.prod(shape) for shape in parameter_shapes(LLAMA).values())
     files = [path for path in (tmp_path / "weights").iterdir() if path.suffix == ".safetensors"]
     assert 4 * numbers <= sum(path.stat().st_size for path in files) < 4 * numbers + 8192 * len(files)
+
+
+@st.composite
+def cut_tensors(draw: st.DrawFn) -> tuple[ShardSpec, int, int]:
+    """A tensor of 1 to 3 dims, one of them cut on tp in sections (some in fewer parts than ranks), and data ranks."""
+    tp = draw(st.sampled_from([1, 2, 3, 4]))
+    parts = [parts for parts in range(1, tp + 1) if tp % parts == 0]
+    sections = draw(
+        st.lists(
+            st.builds(
+                lambda size, part: Section(size=size, parts=part),
+                st.integers(1, 9),
+                st.one_of(st.none(), st.sampled_from(parts)),
+            ),
+            min_size=1,
+            max_size=3,
+        )
+    )
+    dim = draw(st.integers(0, 2))
+    shape = [draw(st.integers(1, 4)) for _ in range(draw(st.integers(dim + 1, 3)))]
+    shape[dim] = sum(section.size for section in sections)
+    cut = Cut(axis="tp", dim=dim, sections=tuple(sections))
+    return ShardSpec(shape=tuple(shape), cuts=(cut,)), tp, draw(st.integers(1, 4))
+
+
+@settings(max_examples=100, deadline=None)
+@given(cut_tensors())
+def test_stretches_give_every_element_once_and_take_it_back(case: tuple[ShardSpec, int, int]) -> None:
+    """Of any cut, any shards: what the ranks give is the whole tensor once, and what they read is what they had."""
+    spec, tp, shards = case
+    whole = torch.arange(math.prod(spec.shape), dtype=torch.float32).view(spec.shape)
+    given_once = torch.zeros(spec.shape)
+    for rank in range(tp):
+        at = {"tp": rank, "dp": 0}
+        pieces = spec.pieces({"tp": tp}, at)
+        local = torch.empty(spec.local_shape({"tp": tp}, at))
+        for piece in pieces:
+            local[_slices(piece.local)] = whole[_slices(piece.box)]
+        for shard in range(shards):
+            begin, end = split(local.numel(), shards, shard)
+            if begin == end:
+                continue
+            mine = Stretch(
+                name="weights/a",
+                shape=spec.shape,
+                local=tuple(local.shape),
+                pieces=pieces,
+                start=begin,
+                values=local.view(-1)[begin:end].clone(),
+                replicas=(rank * shards + shard,),
+                counted=True,
+            )
+            for stored in pieces_of([mine], at):
+                parts = stored.values.split([volume(box) for box in stored.boxes])
+                for box, part in zip(stored.boxes, parts, strict=True):
+                    assert torch.equal(part.view(whole[_slices(box)].shape), whole[_slices(box)])
+                    given_once[_slices(box)] += 1
+            empty = dataclasses.replace(mine, values=torch.full_like(mine.values, math.nan))
+            read_stretches(cast(Checkpoint, _Whole(whole)), [empty])
+            assert torch.equal(empty.values, mine.values)
+    assert bool((given_once == 1).all())
+
+
+def _slices(box: Box) -> tuple[slice, ...]:
+    return tuple(slice(*edge) for edge in box)
+
+
+class _Whole:
+    """A checkpoint of one tensor, in memory."""
+
+    path = Path("memory")
+
+    def __init__(self, whole: torch.Tensor) -> None:
+        self._whole = whole
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._whole.shape)
+
+    def load(self, requests: list[Request]) -> None:
+        for request in requests:
+            values = [self._whole[_slices(box)].reshape(-1) for box in request.boxes]
+            request.out.view(-1).copy_(torch.cat(values))
