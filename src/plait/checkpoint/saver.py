@@ -33,8 +33,8 @@ class Saver:
 
     ``keep``: newest checkpoints that stay; ``keep_every``: and those of every step that it divides (0: none).
     ``asynchronous``: `save` returns after the copy. ``need``: bytes that a checkpoint of all ranks will take.
-    ``probe``: told of every phase boundary (`PHASES`), for tests. ConfigError where ``folder`` cannot be written, or has
-    no room for ``need``, so that it is known at the start.
+    ``probe``: told of every phase boundary (`PHASES`), for tests. ConfigError where ``folder`` cannot be written, or
+    has no room for ``need``, so that it is known at the start.
 
     A save that fails is told by `poll` and `drain`, never raised: the run goes on, and the next save is tried.
     """
