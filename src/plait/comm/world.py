@@ -16,6 +16,7 @@ from torch.distributed.rendezvous import rendezvous
 from plait.comm import ring
 from plait.comm.flight import Flight
 from plait.comm.group import Alone, Book, Group
+from plait.comm.meet import meet
 from plait.comm.ring import Ring
 from plait.comm.shared_memory import SharedMemoryGroup
 from plait.comm.torch_group import FakeWire, TorchGroup, TorchWire
@@ -106,6 +107,8 @@ class World:
                 raise PlanError(
                     f"the launcher started {size} ranks, the plan's mesh {mesh.sizes} needs {mesh.world_size}"
                 )
+            if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun, which may have started ranks before these
+                store = meet(store, rank, size, timeout)
         assert rank is not None
         store.set_timeout(patience)
         if mesh.world_size > 1:
