@@ -1,6 +1,6 @@
 """Predicted beside measured on this machine: step time and peak memory of plans on 1, 2 and 4 processes.
 
-    python benchmarks/predicted.py [--rounds 3] [--steps 2] [--patience 5] [--cluster FILE] [--only TEXT] [--save FILE] [--json FILE]
+    python benchmarks/predicted.py [--rounds 3] [--steps 2] [--patience 5] [--cluster FILE] [--save FILE] [--json FILE]
 
 Calibrates (or reads a cluster file), predicts every plan, then runs them all in turn, round after round, through
 plait's own step. A plan's time is the median of the steps in which other programs took next to nothing, where there are
