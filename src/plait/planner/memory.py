@@ -17,7 +17,7 @@ from plait.parallel.layout import stage_bounds, stage_layers
 from plait.planner.job import Job
 from plait.planner.live import Live, Moment, filled, live_of
 from plait.planner.parameters import elements, parts_of, stage_parts, state_bytes
-from plait.planner.passing import optimizer_work, passing, reserve, standing
+from plait.planner.passing import Passing, optimizer_work, passing, reserve, standing
 from plait.planner.saved import cpu_of, local_of
 from plait.planner.stage_memory import StageMemory, stage_memory
 
@@ -99,7 +99,7 @@ def _rank(job: Job, pp: int, live: Live, bounds: tuple[tuple[int, int], ...]) ->
         kind = "dense" if model.moe_of(model.num_layers - 1) is None else "moe"
         both[kind] = both.get(kind, 0) + job.practice.mtp_layers
     weights, gradients, optimizer = state_bytes(job, elements(parts, both))
-    come_forward, come_backward = passing(job, parts, held)
+    coming = {index: passing(job, parts, stage) for index, stage in zip(mine, held, strict=True)}
     base = weights + gradients + optimizer + standing(job, parts, both)
     batches = 16.0 * job.microbatches * at.rows
     return _fullest(
@@ -109,7 +109,7 @@ def _rank(job: Job, pp: int, live: Live, bounds: tuple[tuple[int, int], ...]) ->
         stages,
         state=(weights, gradients, optimizer),
         base=base + batches,
-        coming=(come_forward, come_backward),
+        coming=coming,
         finishing=base + optimizer_work(job, elements(parts, both)),
         split=live.split,
     )
@@ -129,11 +129,11 @@ def _fullest(
     *,
     state: tuple[float, float, float],
     base: float,
-    coming: tuple[float, float],
+    coming: Mapping[int, Passing],
     finishing: float,
     split: bool,
 ) -> RankMemory:
-    """The rank at its fullest moment. ``base``: what stays; ``coming``: in F and in B; ``finishing``: the optimizer."""
+    """The rank at its fullest moment. ``base``: what stays; ``coming``: by stage; ``finishing``: the optimizer."""
     mine = sorted(stages)
     at: dict[str, tuple[float, Moment]] = {}
     for moment in moments:
@@ -142,8 +142,7 @@ def _fullest(
         if job.practice.offload:
             kept = stage.keeps if moment.kind == "B" else 0.0  # the host has what the others keep
         kept += sum(stages[index].waits * n for index, n in zip(mine, moment.waiting, strict=True))
-        work = {"F": stage.forward, "B": stage.split if split else stage.backward, "W": 0.0}[moment.kind]
-        held = kept + work + (coming[0] if moment.kind == "F" else coming[1])
+        held = kept + _work(stage, coming[moment.stage], moment.kind, split=split)
         if moment.kind not in at or held > at[moment.kind][0]:
             at[moment.kind] = held, moment
     words = {"F": "forward", "B": "backward", "W": "weight gradient"}
@@ -176,3 +175,14 @@ def _fullest(
         moments=tuple((what, size + extra) for what, size in rows),
         kinds=kinds,
     )
+
+
+def _work(stage: StageMemory, coming: Passing, kind: str, *, split: bool) -> float:
+    """The most that an action holds over what was there before it. A split backward's gradients are made in W."""
+    if kind == "W":
+        return coming.gradients
+    if kind == "F":
+        return stage.forward + coming.weights
+    work = stage.split if split else stage.backward
+    gradients = 0.0 if split else coming.gradients
+    return work + max(coming.weights + gradients, 0.0 if split else coming.later - stage.gone)

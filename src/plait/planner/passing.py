@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 from plait.planner.constants_memory import CONTEXT, RESERVED
 from plait.planner.habits import habits_of
@@ -12,28 +13,43 @@ from plait.planner.saved import is_plait
 from plait.planner.state import state_ranks
 
 
-def passing(job: Job, parts: Mapping[str, Part], held: Sequence[Mapping[str, int]]) -> tuple[float, float]:
-    """Bytes in (F, B) of whole weights and gradients that ranks share, ZeRO 2 and 3; ``held``: parts of each stage.
+@dataclass(frozen=True, kw_only=True)
+class Passing:
+    """Bytes that come and go in the actions of a stage, ZeRO 2 and 3."""
+
+    weights: float = 0.0
+    """Whole weights where backward begins."""
+    gradients: float = 0.0
+    """Whole gradients there."""
+    later: float = 0.0
+    """Both, between two layers further on."""
+
+
+def passing(job: Job, parts: Mapping[str, Part], stage: Mapping[str, int]) -> Passing:
+    """What comes and goes in the actions of a stage that holds ``stage`` of ``parts``.
 
     Of two neighbouring units (embedding, layers, last norm with head) one computes while the other comes or goes.
+    Where backward begins its last units are there, with the gradients of what lies behind.
     """
     plan = job.plan
     if plan.zero < 2:
-        return 0.0, 0.0
-    # Activations are fullest where backward begins: its last units are there then, the gradients of what lies behind.
-    weights = max(sum(_whole(job, unit) for unit in _units(parts, stage)[-2:]) for stage in held)
-    gradients = max(sum(_grads(job, unit) for unit in _units(parts, stage)[-2:][_behind(stage) :]) for stage in held)
-    every = [(parts[part], count) for stage in held for part, count in stage.items() if part in parts]
+        return Passing()
+    every = [(parts[part], count) for part, count in stage.items() if part in parts]
     all_weights = sum(_whole(job, part) * count for part, count in every)
+    all_grads = sum(_grads(job, part) * count for part, count in every)
+    units = _units(parts, stage)
+    weights = sum(_whole(job, unit) for unit in units[-2:])
+    gradients = sum(_grads(job, unit) for unit in units[-2:][_behind(stage) :])
     if plan.zero == 2 and habits_of(job.practice).fsdp:
         # FSDP without resharding: half-precision weights and fp32 gradients of all layers, whole until the step ends.
-        return all_weights, all_weights + sum(_grads(job, part) * count for part, count in every)
+        return Passing(weights=all_weights, gradients=all_grads)
     if plan.zero == 2:
-        stages = [sum(_grads(job, parts[part]) * n for part, n in stage.items() if part in parts) for stage in held]
-        return 0.0, max(gradients, min(2 * plan.bucket_mb * 2**20, max(stages)))
+        return Passing(gradients=max(gradients, min(2 * plan.bucket_mb * 2**20, all_grads)))
+    layers = [parts[name] for name in ("dense", "moe") if name in parts and stage.get(name, 0) > 1]
+    later = max((2 * _whole(job, unit) + _grads(job, unit) for unit in layers), default=0.0)
     if plan.gather == "step":
-        weights = all_weights
-    return weights, weights + gradients
+        return Passing(weights=all_weights, gradients=gradients)
+    return Passing(weights=weights, gradients=gradients, later=later)
 
 
 def _units(parts: Mapping[str, Part], stage: Mapping[str, int]) -> list[Part]:

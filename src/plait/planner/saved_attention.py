@@ -109,7 +109,7 @@ def latent(model: ModelConfig, at: Local, practice: Practice) -> list[Step]:
     else:
         # The whole up projection stays behind v; the output is copied out of the heads' layout.
         parts += [
-            Step(kind="attention", keeps=2 * q + up + value),
-            _across(at, lse, q, q, value),
+            Step(kind="attention", keeps=2 * q + up),
+            _across(at, lse + value, q, q, value),
         ]
     return [*parts, Step(kind="attention", keeps=value, backward=value + at.wide_stream)]

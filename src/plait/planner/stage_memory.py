@@ -32,6 +32,8 @@ class StageMemory:
     """The same of a B that is split."""
     kinds: Mapping[str, float]
     """``keeps`` by kind."""
+    gone: float
+    """What its backward has let go when it comes to the layer before the last."""
     turns: float
     """What the steps of its largest layer work with, one after the other: memory that is taken and given back."""
     logits: float
@@ -91,9 +93,15 @@ def stage_memory(
         backward=backward,
         split=split,
         kinds=MappingProxyType(kinds),
+        gone=_gone(everything, last=last),
         turns=max((sum(map(_turn, run.steps)) for run in runs), default=0.0),
         logits=logits,
     )
+
+
+def _gone(runs: list[_Run], *, last: bool) -> float:
+    """What the head, if it is here, and the last layer keep."""
+    return sum(run.keeps for run in (runs[-2:] if last else runs[-1:]))
 
 
 def _turn(step: Step) -> float:
