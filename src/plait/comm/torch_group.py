@@ -48,22 +48,24 @@ class TorchGroup(Group):
     def device(self) -> torch.device:
         return self._device
 
-    def _done(self, work: _Work | None, result: Tensor, what: str) -> Callable[[], Tensor]:
-        return _waiter([work], result, self.book, f"{what} over {self.axis} with ranks {list(self.ranks)}")
+    def _done(self, work: _Work | None, sent: Tensor, result: Tensor, what: str) -> Callable[[], Tensor]:
+        finish = _waiter([work], result, self.book, f"{what} over {self.axis} with ranks {list(self.ranks)}")
+        # What is sent lives until the wait: a backend sees to that itself, but the fake one of dry runs does not.
+        return lambda: (finish(), sent)[0]
 
     def _all_reduce(self, x: Tensor, op: Reduction) -> Callable[[], Tensor]:
         kind = dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MAX
-        return self._done(dist.all_reduce(x, op=kind, group=self._group, async_op=True), x, "all_reduce")
+        return self._done(dist.all_reduce(x, op=kind, group=self._group, async_op=True), x, x, "all_reduce")
 
     def _reduce_scatter(self, x: Tensor, out: Tensor) -> Callable[[], Tensor]:
         work = dist.reduce_scatter_single(out, x, group=self._group, async_op=True)
-        return self._done(work, out, "reduce_scatter")
+        return self._done(work, x, out, "reduce_scatter")
 
     def _all_gather(self, x: Tensor, out: Tensor) -> Callable[[], Tensor]:
-        return self._done(dist.all_gather_single(out, x, group=self._group, async_op=True), out, "all_gather")
+        return self._done(dist.all_gather_single(out, x, group=self._group, async_op=True), x, out, "all_gather")
 
     def _all_to_all(self, x: Tensor, out: Tensor) -> Callable[[], Tensor]:
-        return self._done(dist.all_to_all_single(out, x, group=self._group, async_op=True), out, "all_to_all")
+        return self._done(dist.all_to_all_single(out, x, group=self._group, async_op=True), x, out, "all_to_all")
 
     def _exchange(self, x: Tensor, out: Tensor, counts: Counts) -> Callable[[], Tensor]:
         return self._send_runs(x, out, counts[self.index], [row[self.index] for row in counts], "exchange")
@@ -72,7 +74,7 @@ class TorchGroup(Group):
         self, x: Tensor, out: Tensor, sent: Sequence[int], received: Sequence[int], what: str
     ) -> Callable[[], Tensor]:
         work = dist.all_to_all_single(out, x, list(received), list(sent), group=self._group, async_op=True)
-        return self._done(work, out, what)
+        return self._done(work, x, out, what)
 
     # gloo's all-gather takes no uneven parts, and padding would send more bytes than are there: both row operations
     # are exchanges, which send exactly what the bandwidth-optimal algorithms do.
