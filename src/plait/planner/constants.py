@@ -175,6 +175,7 @@ CONSTANTS: Mapping[str, Constant] = {
         0.86, "of bandwidth", "all-to-all between nodes, a token once a node", "DeepEP README: 43 of 50 GB/s"
     ),
     "network_share": _c(0.65, "of bandwidth", "collectives between nodes", _NCCL),
+    "network_share.H100": _c(0.75, "of bandwidth", "collectives between nodes", "nemo_h100"),
     "p2p_share": _c(0.7, "of bandwidth", "one message between two devices", _NCCL),
     "link_step": _c(8.3e-6, "s", "latency of one step of a ring inside a node", _NCCL),
     "network_step": _c(15e-6, "s", "latency of one step between nodes", _NCCL),
@@ -188,7 +189,7 @@ CONSTANTS: Mapping[str, Constant] = {
         0.55, "1", "share of compute that data-parallel communication can hide under", "llm_foundry_mpt"
     ),
     "prefetch_share": _c(
-        0.7, "1", "share of compute that gathers and reductions of zero=3 can hide under", "llm_foundry_mpt"
+        0.8, "1", "share of compute that gathers and reductions of zero=3 can hide under", "llm_foundry_mpt"
     ),
     "gather_low": _c(0.0, "1", "1: weights of 8-bit products are gathered in 8 bits", "definition"),
     "gather_low.torchtitan": _c(1.0, "1", "the same: enable_fsdp_float8_all_gather", "torchtitan's recipes"),
@@ -213,8 +214,8 @@ CONSTANTS: Mapping[str, Constant] = {
     "spread": _c(0.12, "1", "80% of residuals of the log of step time are within", "all kinds"),
     "spread.dense": _c(0.12, "1", "the same, dense on one node", "residuals on all sources, alike"),
     "spread.dense_nodes": _c(0.12, "1", "the same, dense on several nodes", "residuals on all sources, alike"),
-    "spread.experts": _c(0.2, "1", "the same, experts on one node", "residuals on all sources, alike"),
-    "spread.experts_nodes": _c(0.16, "1", "the same, experts on several nodes", "residuals on all sources, alike"),
+    "spread.experts": _c(0.21, "1", "the same, experts on one node", "residuals on all sources, alike"),
+    "spread.experts_nodes": _c(0.13, "1", "the same, experts on several nodes", "residuals on all sources, alike"),
 }
 
 
