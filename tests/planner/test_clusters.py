@@ -10,7 +10,7 @@ import pytest
 from plait.core.cluster_file import dump, parse
 from plait.core.errors import ConfigError
 from plait.planner import clusters
-from plait.planner.clusters import cluster, device, local, names, with_network
+from plait.planner.clusters import cluster, device, local, names
 
 
 @pytest.mark.parametrize("name", [name for name in names() if name != "local"])
@@ -95,10 +95,3 @@ def test_local_reads_what_calibrate_wrote_and_estimates_otherwise(
     clusters.local_path().write_text(dump(cluster("h100", 8)), encoding="utf-8")
     assert cluster("local", 4).device == device("h100")
     assert cluster("LOCAL", 4).devices == 4
-
-
-def test_another_network() -> None:
-    found = with_network(cluster("a100-80g", 64), domain=4, intra=1e11, inter=12.5e9)
-    assert (found.tiers[0].size, found.tiers[0].bandwidth) == (4, 1e11)
-    assert found.tiers[1].bandwidth == 12.5e9
-    assert found.tiers[1].size % 4 == 0

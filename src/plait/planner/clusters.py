@@ -14,7 +14,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy
@@ -257,14 +257,3 @@ def _timed(work: Callable[[], object]) -> float:
     start = time.perf_counter()
     work()
     return time.perf_counter() - start
-
-
-def with_network(
-    topology: Topology, *, domain: int | None = None, intra: float | None = None, inter: float | None = None
-) -> Topology:
-    """``topology`` with another node size, or other bandwidths (bytes/s a device) inside and between nodes."""
-    near, far = topology.tiers[0], topology.tiers[-1]
-    size = domain or near.size
-    near = replace(near, size=size, bandwidth=intra or near.bandwidth)
-    far = replace(far, size=max(far.size // size, 2) * size, bandwidth=inter or far.bandwidth)
-    return replace(topology, tiers=(near, far))
