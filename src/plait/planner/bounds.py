@@ -81,6 +81,7 @@ class _Sample:
     """Without weight gradients, which may wait."""
     messages: tuple[tuple[Message, int, float], ...]
     """Those that block, how often, and the seconds that may hide them."""
+    groups: Mapping[str, Group]
 
 
 @final
@@ -152,25 +153,31 @@ class Bounds:
         self._pipes: Pipes | None = None
 
     def roughly(self, cell: Cell) -> float:
-        """Seconds of every plan of ``cell``, at least: FLOPs at the best rate."""
+        """Seconds of every plan of ``cell``, at least: FLOPs at the best rate, of a step and of one microbatch's way."""
         request = self.request
         tokens = request.global_batch * request.seq / request.world_size
-        return (tokens * self._flops / self._best + self._host * self._passes(cell)) * _ROUNDING
+        # Forward and input gradients are two thirds of a product's FLOPs, and more of attention's.
+        way = cell.micro * request.seq / (cell.tp * cell.cp) * 2 / 3
+        step = tokens * self._flops / self._best + self._host * self._passes(cell)
+        return max(step, way * self._flops / self._best) * _ROUNDING
 
-    def closely(self, cell: Cell) -> float:
-        """The same from its operators and messages: those of one sample a microbatch, which are fewer a sample."""
-        one = dataclasses.replace(cell, micro=1)
+    def closely(self, cell: Cell, *, whole: bool) -> float:
+        """The same from operators and messages: those of one sample a microbatch, which are fewer a sample.
+
+        ``whole``: with what crosses cp; without, cells of all cp and contexts share the operators of cp=1.
+        """
+        one = dataclasses.replace(cell, micro=1) if whole else dataclasses.replace(cell, micro=1, cp=1, context="ring")
         if one not in self._ones:
             self._ones[one] = self._one_sample(one)
         sample = self._ones[one]
-        groups = groups_of(self.slice(cell))
+        times = cell.micro * one.cp / cell.cp
         sent = 0.0
-        for message, times, hiding in sample.messages:
-            took = collective(self._machine, message.op, message.size * cell.micro, groups[message.axis])
-            sent += times * max(0.0, took - hiding * cell.micro)
+        for message, count, hiding in sample.messages:
+            took = collective(self._machine, message.op, message.size * times, sample.groups[message.axis])
+            sent += count * max(0.0, took - hiding * times)
         # A mean rank's work; or the way of one microbatch through all stages and back.
-        work = self._passes(cell) * (sample.seconds * cell.micro + sent + self._host)
-        return max(work, sample.way * cell.micro + sent) * _ROUNDING
+        work = self._passes(cell) * (sample.seconds * times + sent + self._host)
+        return max(work, sample.way * times + sent) * _ROUNDING
 
     def _passes(self, cell: Cell) -> float:
         """Microbatches that a mean rank takes through all layers in a step, at least."""
@@ -191,7 +198,7 @@ class Bounds:
                 for message in phase.messages:
                     if message.axis in shown or message.axis == "cp":
                         messages.append((message, times, core if message.op == "ring" else 0.0))
-        return _Sample(seconds=way + weight, way=way, messages=tuple(messages))
+        return _Sample(seconds=way + weight, way=way, messages=tuple(messages), groups=groups_of(cut))
 
     def _least(self, op: Op) -> float:
         """Seconds that an operator takes at least for each sample."""

@@ -164,6 +164,7 @@ class _Close:
     """A cell whose close bound has been taken."""
 
     cell: Cell
+    whole: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -198,7 +199,7 @@ class Run:
         self._top = top
         self._bounds = Bounds(request)
         found = list(cells(request))
-        self.considered = sum(plan_count(request, cell) for cell in found)
+        self.considered = plan_count(request, found)
         require_some(request, self.considered > 0)
         self._count = itertools.count()
         self._cells = found
@@ -217,7 +218,9 @@ class Run:
         while self._heap and self._heap[0][0] <= self.limit:
             _, _, node = heapq.heappop(self._heap)
             if isinstance(node, Cell):
-                self._push(self._bounds.closely(node), _Close(cell=node))
+                self._push(self._bounds.closely(node, whole=False), _Close(cell=node, whole=False))
+            elif isinstance(node, _Close) and not node.whole:
+                self._push(self._bounds.closely(node.cell, whole=True), _Close(cell=node.cell, whole=True))
             elif isinstance(node, _Close):
                 self._next(self._bounds.leaves(node.cell), 0)
             elif isinstance(node, _Next):
@@ -296,13 +299,16 @@ class Run:
             for value in sorted({getattr(cell, name) for cell in self._cells}):
                 if value != mine and _near(value, mine):
                     alike = [cell for cell in self._cells if getattr(cell, name) == value]
-                    likely = heapq.nsmallest(_CELLS, alike, key=self._bounds.closely)
+                    likely = heapq.nsmallest(_CELLS, alike, key=self._promise)
                     yield from self._loser(f"{axis}={value}", likely, {})
         for axis, values in self._values().items():
             for value in values:
                 if value != getattr(best, axis) and (axis != "pp" or _near(value, best.pp)):
                     wanted = {axis: value} if axis in ("pp", "schedule") else {"pp": best.pp, axis: value}
                     yield from self._loser(f"{axis}={value}", [own], wanted)
+
+    def _promise(self, cell: Cell) -> float:
+        return self._bounds.closely(cell, whole=False)
 
     def _values(self) -> dict[str, list[Any]]:
         """What the forms of the best plan's cell may be."""

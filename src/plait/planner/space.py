@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, get_type_hints
@@ -184,9 +185,9 @@ def _expert_tps(request: Request, tp: int, cp: int, ep: int, experts: bool) -> l
     if not experts:
         return [tp] if ep == 1 else []
     width = request.shape.expert_ffn
-    found = _values(request.fix, "expert_tp", sorted({usual, *divisors(width)}))
-    # Cutting an expert over more ranks than tp has is possible; it never pays where whole experts could be spread.
-    return [etp for etp in found if ranks % (ep * etp) == 0 and width % etp == 0 and etp <= tp]
+    # Whole experts on a rank, or each on all of tp.
+    found = _values(request.fix, "expert_tp", sorted({usual, 1, tp}))
+    return [etp for etp in found if ranks % (ep * etp) == 0 and width % etp == 0]
 
 
 def _rows(request: Request, tp: int, cp: int, context: str, ep: int, etp: int, dps: list[int]) -> Iterator[Cell]:
@@ -237,13 +238,19 @@ def stage_cuts(
     return [None] if timed == usual else [None, timed]
 
 
-def plan_count(request: Request, cell: Cell) -> int:
-    """Forms of a cell, stage cuts and layer-wise recomputation not counted."""
+def plan_count(request: Request, among: Sequence[Cell]) -> int:
+    """Forms of cells, stage cuts and layer-wise recomputation not counted."""
+    modes = len(_values(request.fix, "recompute", list(MODES)))
+    pipes = {pp: len(pipelines(request.fix, pp, request.shape.num_layers)) for pp in pipeline_sizes(request)}
+    known: dict[tuple[int, int], list[tuple[int, int]]] = {}
+    alike = Counter((cell.tp, cell.cp, cell.micro, cell.ep * cell.etp) for cell in among)
     found = 0
-    for pp, dp in meshes(request, cell.tp, cell.cp):
-        if request.global_batch % (cell.micro * dp) == 0 and dp * cell.cp * cell.tp % (cell.ep * cell.etp) == 0:
-            pipes = len(pipelines(request.fix, pp, request.shape.num_layers))
-            found += pipes * len(_values(request.fix, "recompute", list(MODES))) * len(zeros(request.fix, dp * cell.cp))
+    for (tp, cp, micro, folded), count in alike.items():
+        if (tp, cp) not in known:
+            known[tp, cp] = meshes(request, tp, cp)
+        for pp, dp in known[tp, cp]:
+            if request.global_batch % (micro * dp) == 0 and dp * cp * tp % folded == 0:
+                found += count * pipes[pp] * modes * len(zeros(request.fix, dp * cp))
     return found
 
 
