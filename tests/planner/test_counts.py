@@ -4,6 +4,7 @@ parameters, bytes of the state. A dry run is plait's own executor, so these test
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 import pytest
 from hypothesis import HealthCheck, assume, given, settings
@@ -13,12 +14,15 @@ from plait.core.errors import PlanError
 from plait.core.legal import check
 from plait.core.plan import Plan
 from plait.core.topology import Device, Tier, Topology
-from plait.models.config import ModelConfig, MoEConfig
+from plait.models.config import PRESETS, ModelConfig, MoEConfig
 from plait.parallel.layout import model_shape
+from plait.planner import layers
 from plait.planner.counts import Counts, counts
 from plait.planner.job import Job
+from plait.planner.stages import slice_of
 from plait.train.dry_run import DryRun, dry_run
 from tests.parallel.cuts import GPT2, LATENT, LLAMA
+from tests.planner.jobs import job
 
 SEQ = 16
 CPU = Topology(
@@ -59,8 +63,7 @@ MODELS = _models()
 
 def pair(model: ModelConfig, plan: Plan, world: int, batch: int, rank: int, seq: int = SEQ) -> tuple[DryRun, Counts]:
     dry = dry_run(model, plan, world_size=world, seq=seq, global_batch=batch, rank=rank)
-    job = Job(model=model, plan=plan.resolve(world), topology=CPU, seq=seq, global_batch=batch)
-    return dry, counts(job, rank)
+    return dry, counts(Job(model=model, plan=plan.resolve(world), topology=CPU, seq=seq, global_batch=batch), rank)
 
 
 def differences(dry: DryRun, closed: Counts) -> list[str]:
@@ -172,6 +175,33 @@ ROWS = [tuple(word.strip() for word in line.split("|")) for line in GRID.strip()
 def test_closed_form_is_the_dry_run(name: str, text: str, world: str, batch: str, rank: str) -> None:
     found = differences(*pair(MODELS[name], Plan.parse(text), int(world), int(batch), int(rank)))
     assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        *itertools.product(["llama3-8b", "mixtral-8x7b"], ["", "tp=8", "tp=4 cp=2 context=gather"]),
+        ("qwen3-8b", "tp=2 sequence_parallel=false"),
+    ],
+)
+def test_the_time_model_has_the_same_products_and_messages(name: str, text: str) -> None:
+    """Of the operators that `plait.planner.cost` times: all products, and what tp gathers and scatters."""
+    model = dataclasses.replace(PRESETS[name], num_layers=3)
+    timed = job(text, model=model, devices=8, seq=4096, batch=8)
+    timed = dataclasses.replace(timed, global_batch=timed.dp)
+    closed, cut = counts(timed, 0), slice_of(timed)
+    parts = [layers.layer(cut, model.moe is not None, None) for _ in range(3)]
+    parts += [layers.embedding(cut), layers.head(cut)]
+    phases = [phase for part in parts for phase in (part.forward, part.backward, part.weight)]
+    products = sum(op.flops for phase in phases for op in phase.ops if op.kind in ("product", "grouped"))
+    tokens, heads = timed.seq // timed.plan.cp, model.num_heads // timed.plan.tp
+    pairs = tokens * tokens * (1 + (timed.plan.cp - 1) / 2)
+    attention = 3 * heads * 2 * pairs * 7 * model.head_dim
+    assert products == pytest.approx(closed.flops - attention, rel=1e-9)
+    if timed.plan.sp:
+        for operation in ("all_gather", "reduce_scatter"):
+            size = sum(m.size for phase in phases for m in phase.messages if (m.axis, m.op) == ("tp", operation))
+            assert size * (timed.plan.tp - 1) / timed.plan.tp == closed.bytes["tp", operation]
 
 
 AXES = {
