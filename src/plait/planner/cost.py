@@ -19,8 +19,9 @@ from plait.planner.job import Job
 from plait.planner.kernels import Machine
 from plait.planner.local import span_of
 from plait.planner.overlap import Pipeline
+from plait.planner.pace import pace_of
 from plait.planner.prediction import Prediction, RankTime
-from plait.planner.stages import Stage, machine_of, pace_of, slice_of, stages_of
+from plait.planner.stages import Stage, machine_of, slice_of, stages_of
 from plait.planner.updates import Updates, updates
 from plait.planner.wires import Group, collective
 from plait.schedule.generate import generate

@@ -1,4 +1,4 @@
-"""Seconds of the stages of a pipeline: layers on the device and the wire, their recomputation, the host's pace."""
+"""Seconds of the stages of a pipeline: layers on the device and the wire, their recomputation."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from plait.models.shapes import parameter_shapes
 from plait.parallel.layout import stage_layers
 from plait.planner import layers
 from plait.planner.constants import DEFAULT, Table
-from plait.planner.job import Job, Practice
+from plait.planner.job import Job
 from plait.planner.kernels import Machine, seconds
 from plait.planner.ops import Message, Phase, Slice, parts_of
 from plait.planner.overlap import Share, under
@@ -306,39 +306,3 @@ def slice_of(job: Job) -> Slice:
         precision=plan.precision,
         practice=job.practice,
     )
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Paced:
-    """A stage's F, B, W in seconds with exposed communication, the host's pace in them."""
-
-    forward: float
-    backward: float
-    weight: float
-
-
-def pace_of(machine: Machine, stage: Stage, practice: Practice, microbatches: int) -> Paced:
-    """No phase ends before the host has launched it; ahead in backward, it makes up in the next forward."""
-    f, b, w = stage.forward.total, stage.backward.total, stage.weight.total
-    if practice.graph:
-        return Paced(forward=f, backward=b, weight=w)
-    table, family = machine.table, machine.family
-    launch = machine.launch * table.of("pace", practice.framework)
-    if practice.fused:
-        launch *= table.of("fused_launch", family)
-    # Messages wait for other ranks, so that the host does not get ahead under them.
-    host_f = stage.forward.launches * launch + stage.forward.waits
-    host_b = (stage.backward.launches + stage.weight.launches) * launch + stage.backward.waits + stage.weight.waits
-    # Some operators wait for the host and some for the device: a smooth maximum.
-    power = table.of("pace_join", family)
-    alone = _smooth(f, host_f, power) + _smooth(b + w, host_b, power)
-    many = _smooth(f + b + w, host_f + host_b, power)
-    mean = (alone + (microbatches - 1) * many) / microbatches
-    factor = mean / (f + b + w) if f + b + w else 1.0
-    return Paced(forward=f * factor, backward=b * factor, weight=w * factor)
-
-
-def _smooth(device: float, host: float, power: float) -> float:
-    """The longer of two times, and more where they are near."""
-    low, high = sorted((device, host))
-    return high * (1 + (low / high) ** power) ** (1 / power) if high else 0.0

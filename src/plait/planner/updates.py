@@ -9,7 +9,8 @@ from plait.core.plan import Plan
 from plait.planner.job import Job
 from plait.planner.kernels import Machine
 from plait.planner.overlap import Share, under
-from plait.planner.stages import Paced, Stage
+from plait.planner.pace import Paced
+from plait.planner.stages import Stage
 from plait.planner.wires import Group, collective
 
 

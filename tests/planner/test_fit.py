@@ -1,0 +1,46 @@
+"""The fit of constants on published rows, on one source of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from plait.planner.fit import Rows, descend, loss, main, measured, spreads
+
+
+@pytest.fixture(scope="module")
+def rows(shared: Path) -> Rows:
+    return measured(str(shared / "published" / "published.jsonl"), ("simumax_b200",))
+
+
+def test_rows_of_a_source(rows: Rows) -> None:
+    assert list(rows) == ["simumax_b200, one node"]
+    (pairs,) = rows.values()
+    assert len(pairs) == 23
+    assert len({id(job.topology) for job, _ in pairs}) == 1, "jobs of one cluster share it, and what is cached for it"
+    assert all(time > 0 for _, time in pairs)
+
+
+def test_identical_jobs_count_once(shared: Path) -> None:
+    found = measured(str(shared / "published" / "published.jsonl"), ("internevo",))
+    jobs = [job for pairs in found.values() for job, _ in pairs]
+    assert len({repr(job) for job in jobs}) == len(jobs) < 38
+
+
+def test_descent_goes_down(rows: Rows) -> None:
+    start = loss(rows, {"gemm_share.B200": 0.2})
+    assert start > loss(rows, {})
+    best, values = descend(rows, ["gemm_share.B200", "memory_share"], 1)
+    assert best == loss(rows, values) <= loss(rows, {})
+
+
+def test_intervals_hold_four_fifths(rows: Rows) -> None:
+    (spread,) = spreads(rows, {}).values()
+    assert 0 < spread < 0.3
+
+
+def test_command(shared: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = str(shared / "published" / "published.jsonl")
+    assert main([path, "no_such_constant", "--sources", "simumax_b200"]) == 2
+    assert "no_such_constant" in capsys.readouterr().err
