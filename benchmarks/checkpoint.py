@@ -39,7 +39,7 @@ import torch.multiprocessing as mp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from plait.checkpoint.disk import block_sums
+from plait.checkpoint.disk import block_sums, sync_folder
 from plait.checkpoint.reader import Checkpoint, Request, latest
 from plait.checkpoint.saver import Saver
 from plait.checkpoint.state import Piece, Snapshot
@@ -252,7 +252,7 @@ def _rank(rank: int, ranks: int, port: int, options: argparse.Namespace, folder:
             for name in names if repeat % 2 else names[::-1]:
                 if rank == 0 and mode in ("save", "stall"):
                     sides.clear(name, mode, cores)
-                    os.sync()
+                    sync_folder(Path(folder))
                 if mode in ("warm", "other"):
                     sides.work(name, mode, cores)()  # what wrote past the page cache is brought into it
                 if rank == 0 and mode == "cold":
