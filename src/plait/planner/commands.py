@@ -16,6 +16,7 @@ from plait.core.events import chrome_trace
 from plait.core.fields import nearest_names
 from plait.core.legal import check
 from plait.core.plan import Plan
+from plait.core.topology import Topology
 from plait.models.config import PRESETS, ModelConfig
 from plait.models.families import from_hf
 from plait.parallel.layout import model_shape
@@ -23,6 +24,8 @@ from plait.planner import picture, show
 from plait.planner.clusters import cluster
 from plait.planner.cost import predict, timeline
 from plait.planner.job import Job
+from plait.planner.local import practice
+from plait.planner.mapping import order
 from plait.planner.memory import memory
 from plait.planner.search import search
 from plait.planner.why import Candidate
@@ -86,10 +89,10 @@ def plan_command(
     console: Console | None = None,
 ) -> int:
     """Search, print the ranking, and write the best plan to ``output``. PlanError where nothing fits."""
-    given = fixed(fix)
+    given, topology = fixed(fix), cluster(cluster_name, gpus)
     found = search(
         model_named(model),
-        cluster(cluster_name, gpus),
+        topology,
         world_size=gpus,
         seq=seq,
         global_batch=global_batch,
@@ -97,20 +100,37 @@ def plan_command(
         fix=given,
         max_memory=max_memory,
         top=top,
+        practice=practice(topology),
     )
+    places = () if found.best is None else _places(topology, found.best.plan, gpus)
     if as_json:
-        print(json.dumps(show.search_json(found), indent=1))
+        print(json.dumps({**show.search_json(found), "devices": list(places)}, indent=1))
     if found.best is None:
         raise PlanError(f"no plan for {gpus} devices fits into their memory; " + "; ".join(found.advice))
     if not as_json:
-        (console or Console(highlight=False)).print(show.search_page(found))
+        out = console or Console(highlight=False)
+        out.print(show.search_page(found))
+        if places:
+            out.print(_devices(places))
     if output is not None:
         words = [
             f"plait plan --model {shlex.quote(model)} --cluster {shlex.quote(cluster_name)} --gpus {gpus} --seq {seq} "
             f"--global-batch {global_batch}",
         ]
-        _write(output, show.plan_toml(found.best, words))
+        _write(output, show.plan_toml(found.best, [*words, _devices(places)] if places else words))
     return 0
+
+
+def _places(topology: Topology, plan: Plan, ranks: int) -> tuple[int, ...]:
+    """Device of each rank, by the links that were measured; none where ranks in order are as well off."""
+    if len(topology.measured.links) < ranks:
+        return ()
+    found = order(topology.measured.links, plan.mesh(ranks))
+    return () if found == tuple(range(ranks)) else found
+
+
+def _devices(places: Sequence[int]) -> str:
+    return "by the measured links, start ranks in this order of devices: " + " ".join(map(str, places))
 
 
 def simulate_command(
@@ -156,7 +176,14 @@ def _job(plan: Plan, model: ModelConfig, cluster_name: str, size: int, seq: int,
     """The job, checked by the rule table."""
     check(plan, model_shape(model), world_size=size, global_batch=global_batch, seq=seq)
     topology = cluster(cluster_name, size)
-    return Job(model=model, plan=plan.resolve(size), topology=topology, seq=seq, global_batch=global_batch)
+    return Job(
+        model=model,
+        plan=plan.resolve(size),
+        topology=topology,
+        seq=seq,
+        global_batch=global_batch,
+        practice=practice(topology),
+    )
 
 
 def read_plan(path: Path) -> Plan:

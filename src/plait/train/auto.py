@@ -7,8 +7,9 @@ import dataclasses
 from plait.core.config import Config
 from plait.core.errors import ConfigError, PlanError
 from plait.core.topology import Topology
+from plait.planner.calibrate import known_device
 from plait.planner.clusters import cluster, cores, local_path, presets
-from plait.planner.clusters import device as device_named
+from plait.planner.local import practice
 from plait.planner.search import search
 from plait.train.run import model_config
 
@@ -40,6 +41,7 @@ def planned(config: Config, *, ranks: int | None = None, alone: bool = True) -> 
         precision=str(fix.get("precision", "fp32" if device == "cpu" else "bf16")),
         fix=fix,
         top=1,
+        practice=practice(topology),
         losers=False,
     )
     if found.best is None:
@@ -61,10 +63,7 @@ def machine(device: str, devices: int) -> Topology | None:
         return cluster("local", devices)
     import torch
 
-    try:
-        found = device_named(torch.cuda.get_device_name().removeprefix("NVIDIA "))
-    except ConfigError:
-        return None
+    found = known_device(torch.cuda.get_device_name(), torch.cuda.get_device_properties(0).total_memory)
     known = [preset for preset, each in presets().items() if each == found]
     return cluster(known[0], devices) if known else None
 

@@ -6,7 +6,6 @@ import os
 import resource
 import socket
 import sys
-from collections.abc import Mapping
 from time import perf_counter
 from typing import final
 
@@ -17,6 +16,7 @@ from plait.core.events import COMM, COMPUTE, Bubble, Event, bubble
 from plait.models.config import flops_per_token
 from plait.models.moe import moe_metrics
 from plait.parallel.apply import Parallel
+from plait.planner.calibrate import known_device
 from plait.schedule.simulate import Cost, simulate
 from plait.telemetry.record import MOE_KEY, SCALE_KEY, Recorder
 from plait.train.exchange import gather_json
@@ -29,17 +29,6 @@ AXES = ("pp", "dp", "cp", "tp", "ep", "world")
 """Keys of ``comm_bytes``; ``world``: what all ranks share, such as the loss; gathering these numbers is not in it."""
 _HOME = {"pp+dp+cp+tp": "world", "dp+cp": "dp", "edp": "dp", "etp": "ep", "tie": "pp"}
 """Group -> the axis that its bytes are booked on; ``tp/2`` or ``dp+cp across 2``, part of it, goes with the whole."""
-
-PEAK_FLOPS: Mapping[str, tuple[float, float | None]] = {
-    "NVIDIA B200": (2250e12, None),
-    "NVIDIA H200": (989.4e12, 66.9e12),
-    "NVIDIA H100 80GB HBM3": (989.4e12, 66.9e12),
-    "NVIDIA H100 PCIe": (756e12, 51.2e12),
-    "NVIDIA A100": (312e12, 19.5e12),
-    "NVIDIA L40S": (362e12, 91.6e12),
-    "NVIDIA L4": (121e12, 30.3e12),
-}
-"""Start of a device's name -> dense (bf16 tensor core, fp32) operations a second, of NVIDIA's data sheets."""
 
 
 def axis_of(group: str) -> str:
@@ -71,11 +60,11 @@ def device_facts(setup: Setup, device: torch.device) -> dict[str, object]:
     if device.type == "cpu":
         facts: dict[str, object] = {"device": "cpu", "threads_per_rank": torch.get_num_threads()}
         return facts | {"cores": os.cpu_count(), "peak_flops": None, "peak_source": "no published peak for this CPU"}
-    name = torch.cuda.get_device_name(device)
-    known = [peaks for start, peaks in PEAK_FLOPS.items() if name.startswith(start)]
-    peak = known[0][1 if setup.plan.precision == "fp32" else 0] if known else None
-    source = "NVIDIA's data sheet, dense" if peak else "no peak in plait's table for this device and precision"
-    return {"device": name, "precision": setup.plan.precision, "peak_flops": peak, "peak_source": source}
+    name, precision = torch.cuda.get_device_name(device), setup.plan.precision
+    known = known_device(name, torch.cuda.get_device_properties(device).total_memory)
+    peak = None if known is None else known.peaks.get(precision)
+    source = known.source if known is not None and peak else "no peak in plait's table for this device and precision"
+    return {"device": name, "precision": precision, "peak_flops": peak, "peak_source": source}
 
 
 @final

@@ -9,6 +9,7 @@ from plait.core.topology import Topology
 from plait.planner.cost import predict
 from plait.planner.counts import counts
 from plait.planner.job import Job
+from plait.planner.local import practice
 from plait.planner.memory import memory
 from plait.telemetry.report import PREDICTION
 from plait.train.auto import device_of, machine
@@ -30,6 +31,7 @@ def promise(setup: Setup, topology: Topology) -> dict[str, object]:
         topology=topology,
         seq=setup.config.data.seq,
         global_batch=setup.config.train.global_batch,
+        practice=practice(topology),
     )
     said, held = predict(job), memory(job)
     # A rank that waits for its pipeline spends that in a communication call.
