@@ -10,19 +10,20 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final, final
 
 import numpy as np
 
 from plait.core.plan import Plan
-from plait.models.config import ModelConfig, flops_per_token, parameter_shapes
+from plait.models.config import flops_per_token
 from plait.planner import layers
 from plait.planner.activations import layer_steps
 from plait.planner.kernels import Machine, seconds
+from plait.planner.leaves import Leaf, Leaves, State
 from plait.planner.ops import Message, Op, Slice
-from plait.planner.pipes import Floats, Pipe, Pipes
+from plait.planner.pipes import Pipe, Pipes
 from plait.planner.saved import local_of
 from plait.planner.space import (
     MODES,
@@ -44,35 +45,6 @@ _ROUNDING: Final = 1.0 - 1e-9
 
 
 @dataclass(frozen=True, kw_only=True)
-class Leaf:
-    """A form without its ZeRO level, and the seconds that its pipeline takes at least."""
-
-    bound: float
-    cell: Cell
-    pipe: Pipe
-    dp: int
-    recompute: str
-    ranks: Floats
-    """Seconds of each pipeline rank for one microbatch, at least."""
-    kept: float
-    """Bytes of activations on the first rank, at least."""
-    relief: tuple[tuple[float, float], ...]
-    """What recomputing all of the first rank's layers saves (bytes) and costs (seconds a microbatch), mode by mode."""
-
-    def form(self, zero: int) -> Form:
-        pipe = self.pipe
-        return Form(
-            pp=pipe.pp,
-            dp=self.dp,
-            schedule=pipe.schedule,
-            virtual=pipe.virtual,
-            stages=pipe.stages,
-            recompute=self.recompute,
-            zero=zero,
-        )
-
-
-@dataclass(frozen=True, kw_only=True)
 class _Sample:
     """One sample in all layers and both ends, at the best rates."""
 
@@ -82,53 +54,6 @@ class _Sample:
     messages: tuple[tuple[Message, int, float], ...]
     """Those that block, how often, and the seconds that may hide them."""
     groups: Mapping[str, Group]
-
-
-@final
-class Leaves:
-    """The forms of a cell in the order of their bounds, made one by one."""
-
-    def __init__(self, cell: Cell, pipes: Pipes, dps: dict[int, int], modes: Sequence[str], **of: Floats) -> None:
-        self._cell, self._pipes, self._dps, self._modes, self._of = cell, pipes, dps, modes, of
-        bounds = of["bounds"]
-        entries, numbers = np.nonzero(bounds < np.inf)
-        order = np.argsort(bounds[entries, numbers], kind="stable")
-        self._places = np.stack([entries[order], numbers[order]], axis=1)
-
-    def __len__(self) -> int:
-        return len(self._places)
-
-    def bound(self, place: int) -> float:
-        """Seconds of the leaf at ``place``."""
-        return float(self._of["bounds"][tuple(self._places[place])])
-
-    def has(self, place: int, wanted: Mapping[str, object]) -> bool:
-        """Whether the leaf at ``place`` has these values of a plan (``zero`` is open)."""
-        entry, mode = self._places[place].tolist()
-        here = {**dataclasses.asdict(self._pipes.pipes[entry]), "recompute": self._modes[mode]}
-        return all(here[name] == value for name, value in wanted.items() if name != "zero")
-
-    def leaf(self, place: int) -> Leaf:
-        """The leaf at ``place``."""
-        entry, mode = self._places[place].tolist()
-        of = self._of
-        rows = self._pipes.rows(entry)
-        relief: tuple[tuple[float, float], ...] = ()
-        if len(self._modes) > 1 and mode == 0:
-            first = of["ranks"][rows.start]
-            saved, spent = of["kept"][entry, 0] - of["kept"][entry, 1:], first[1:] - first[0]
-            relief = tuple(zip(saved.tolist(), spent.tolist(), strict=True))
-        pipe = self._pipes.pipes[entry]
-        return Leaf(
-            bound=float(of["bounds"][entry, mode]),
-            cell=self._cell,
-            pipe=pipe,
-            dp=self._dps[pipe.pp],
-            recompute=self._modes[mode],
-            ranks=of["ranks"][rows, mode],
-            kept=float(of["kept"][entry, mode]),
-            relief=relief,
-        )
 
 
 @final
@@ -143,17 +68,18 @@ class Bounds:
         self._layers = [(model.moe_of(layer) is not None, model.window_of(layer)) for layer in range(model.num_layers)]
         self._kinds = list(dict.fromkeys(self._layers))
         self._numbers = [self._kinds.index(kind) for kind in self._layers]
-        self._state = _State(request)
+        self._state = State(request)
         self._flops = flops_per_token(model, request.seq)
         self._best = _best_rate(self._machine, self._precision)
-        self._host = self._machine.table.of("microbatch_host", self._machine.family)
-        self._passes_of_state = self._machine.table.of("optimizer_passes", self._machine.family)
+        self._host = self._constant("microbatch_host")
+        self._slowing = min(1.0, self._constant("contention"))
+        self._tails: dict[tuple[int, ...], float] = {}
         self._modes = list(MODES) if request.fix.get("recompute") is None else [str(request.fix["recompute"])]
         self._ones: dict[Cell, _Sample] = {}
         self._pipes: Pipes | None = None
 
     def roughly(self, cell: Cell) -> float:
-        """Seconds of every plan of ``cell``, at least: FLOPs at the best rate, of a step and of one microbatch's way."""
+        """Seconds of every plan of ``cell``, at least: FLOPs at the best rate, of a step and of one microbatch."""
         request = self.request
         tokens = request.global_batch * request.seq / request.world_size
         # Forward and input gradients are two thirds of a product's FLOPs, and more of attention's.
@@ -177,7 +103,11 @@ class Bounds:
             sent += count * max(0.0, took - hiding * times)
         # A mean rank's work; or the way of one microbatch through all stages and back.
         work = self._passes(cell) * (sample.seconds * times + sent + self._host)
-        return max(work, sample.way * times + sent) * _ROUNDING
+        tail = 0.0
+        if whole:
+            tails = [self._least_tail(cell, pp, dp) for pp, dp in meshes(self.request, cell.tp, cell.cp)]
+            tail = min(tails, default=math.inf)
+        return (max(work, sample.way * times + sent) + tail) * _ROUNDING
 
     def _passes(self, cell: Cell) -> float:
         """Microbatches that a mean rank takes through all layers in a step, at least."""
@@ -230,33 +160,40 @@ class Bounds:
         pipes = self._pipes
         assert pipes is not None, "lay() comes first"
         dps = dict(meshes(self.request, cell.tp, cell.cp))
-        phases = [np.array(one).T for one in zip(*(self._phases(cell, mode) for mode in self._modes), strict=True)]
         of_size = {pp: self._of_size(cell, pp, dps.get(pp)) for pp in {pipe.pp for pipe in pipes.pipes}}
-        counts, hop, state = np.array([of_size[pipe.pp] for pipe in pipes.pipes]).T
+        counts, hop, state, tails = np.array([of_size[pipe.pp] for pipe in pipes.pipes]).T
         with np.errstate(invalid="ignore"):
-            spans, ranks = pipes.seconds(counts, phases, hop)
-            bounds = (spans + (counts * self._host)[:, None]) * _ROUNDING
             kept = pipes.kept(counts, np.array([self._kept(cell, mode) for mode in self._modes]).T) * _ROUNDING
             fits = state[:, None] + kept <= self.request.memory
         if all_of_them:
             fits[:] = True
         if len(self._modes) > 1:
             fits[:, 0] = fits.any(axis=1)  # some of its layers can be recomputed
+        if not fits.any():
+            nothing = np.full(fits.shape, np.inf)
+            return Leaves(cell, pipes, dps, self._modes, bounds=nothing, ranks=nothing, kept=kept, tails=tails)
+        phases = [np.array(one).T for one in zip(*(self._phases(cell, mode) for mode in self._modes), strict=True)]
+        with np.errstate(invalid="ignore"):
+            spans, ranks = pipes.seconds(counts, phases, hop)
+            bounds = (spans + (counts * self._host)[:, None]) * _ROUNDING
         bounds = np.where(fits & (bounds < np.inf), bounds, np.inf)
-        return Leaves(cell, pipes, dps, self._modes, bounds=bounds, ranks=ranks, kept=kept)
+        return Leaves(cell, pipes, dps, self._modes, bounds=bounds, ranks=ranks, kept=kept, tails=tails)
 
-    def _of_size(self, cell: Cell, pp: int, dp: int | None) -> tuple[float, float, float]:
-        """(microbatches, seconds of a transfer, least bytes of state) with ``pp`` ranks; infinite where none are."""
+    def _of_size(self, cell: Cell, pp: int, dp: int | None) -> tuple[float, float, float, float]:
+        """With ``pp`` ranks: microbatches, seconds of a transfer, least bytes of state, least seconds of a tail.
+
+        Infinite where there can be none.
+        """
         request = self.request
         if dp is None or request.global_batch % (cell.micro * dp) or dp * cell.cp * cell.tp % (cell.ep * cell.etp):
-            return math.inf, 0.0, math.inf
+            return math.inf, 0.0, math.inf, 0.0
         hop = 0.0
         if pp > 1:
             cut = self.slice(cell)
             size = cut.width * cut.tokens * request.model.hidden_size / cell.tp
             hop = collective(self._machine, "p2p", size, Group(size=pp, stride=dp * cell.cp * cell.tp))
         least = min(self._state.bytes(cell, pp, dp, zero) for zero in zeros(request.fix, dp * cell.cp))
-        return float(request.global_batch // (cell.micro * dp)), hop, least
+        return float(request.global_batch // (cell.micro * dp)), hop, least, self._least_tail(cell, pp, dp)
 
     def _kept(self, cell: Cell, mode: str) -> list[float]:
         """Bytes that a microbatch keeps in each kind of layer; the ends are not counted."""
@@ -294,23 +231,36 @@ class Bounds:
     def tail(self, leaf: Leaf, zero: int) -> float:
         """Seconds that gradients, weights and the optimizer of a rank add to the pipeline's, at least.
 
-        A mean rank's: no more than the slowest one's. Communication that compute hides still slows it.
+        A mean rank's: no more than the slowest one's. Communication that compute hides still slows it; what is longer
+        than the work it may hide under is not hidden.
         """
-        cell, machine, state = leaf.cell, self._machine, self._state
-        data, copies = leaf.dp * cell.cp, leaf.dp * cell.cp * cell.tp // (cell.ep * cell.etp)
-        experts = cell.ep * cell.etp
+        sent, update = self._updates(leaf.cell, leaf.pipe.pp, leaf.dp, zero)
+        times = 1 if zero < 3 else self.request.global_batch // (leaf.cell.micro * leaf.dp)
+        usable = min(1.0, self._constant("prefetch_share" if zero == 3 else "hidden_share"))
+        shown = sent - usable * (1.0 - self._slowing) * float(leaf.ranks.max())
+        return (times * max(sent * self._slowing, shown) + update) * _ROUNDING
+
+    def _least_tail(self, cell: Cell, pp: int, dp: int) -> float:
+        """The same at the best ZeRO level, when all of it is hidden in one microbatch."""
+        key = (cell.tp, cell.cp, cell.ep, cell.etp, pp)
+        if dp * cell.cp * cell.tp % (cell.ep * cell.etp):
+            return math.inf  # experts do not fold out of these ranks
+        if key not in self._tails:
+            pairs = [self._updates(cell, pp, dp, zero) for zero in zeros(self.request.fix, dp * cell.cp)]
+            self._tails[key] = min(sent * self._slowing + update for sent, update in pairs) * _ROUNDING
+        return self._tails[key]
+
+    def _updates(self, cell: Cell, pp: int, dp: int, zero: int) -> tuple[float, float]:
+        """Seconds of a mean rank: communication of gradients and weights, once each, and the optimizer."""
+        machine, state, experts = self._machine, self._state, cell.ep * cell.etp
+        data, copies = dp * cell.cp, dp * cell.cp * cell.tp // experts
         update = sent = 0.0
         for count, sharing, stride in (
             (state.dense / cell.tp, data, cell.tp),
             (state.experts / experts, copies, experts),
         ):
-            each, group = count / leaf.pipe.pp, Group(size=sharing, stride=stride)
-            update += (
-                each
-                / (sharing if zero else 1)
-                * (2 * state.optimizer + state.grad + state.wire)
-                * self._passes_of_state
-            )
+            each, group = count / pp, Group(size=sharing, stride=stride)
+            update += each / (sharing if zero else 1) * (2 * state.optimizer + state.grad + state.wire)
             if not each or self.request.fix.get("zero_group") is not None:
                 continue
             if zero == 0:
@@ -319,12 +269,10 @@ class Bounds:
             sent += collective(machine, "reduce_scatter", state.grad * each, group)
             # Gathered once a step; at ZeRO 3 for every forward and every backward.
             sent += (2 if zero == 3 else 1) * collective(machine, "all_gather", state.wire * each, group)
-        shared = "prefetch_share" if zero == 3 else "hidden_share"
-        # What is hidden slows; what is longer than the work it may hide under is not hidden.
-        slowing, usable = (min(1.0, machine.table.of(name, machine.family)) for name in ("contention", shared))
-        times = 1 if zero < 3 else self.request.global_batch // (cell.micro * leaf.dp)
-        added = times * float(max(sent * slowing, sent - usable * (1.0 - slowing) * leaf.ranks.max()))
-        return (added + update / machine.optimizer_bandwidth) * _ROUNDING
+        return sent, update * self._constant("optimizer_passes") / machine.optimizer_bandwidth
+
+    def _constant(self, name: str) -> float:
+        return self._machine.table.of(name, self._machine.family)
 
     def recompute_seconds(self, cell: Cell) -> dict[str, float]:
         """What each mode costs a layer of a microbatch, in the mean."""
@@ -350,36 +298,6 @@ class Bounds:
         """A plan of the cell, whatever its form."""
         form = Form(pp=1, dp=1, schedule="1f1b", virtual=1, stages=None, recompute="none", zero=0)
         return plan_of(self.request, cell, form)
-
-
-class _State:
-    """Bytes a parameter under ZeRO; dense ones are cut over tp and pp, those of experts over ep, etp and pp."""
-
-    def __init__(self, request: Request) -> None:
-        self.dense, self.experts = _parameters(request.model)
-        practice, full = request.practice, request.base()["precision"] == "fp32"
-        self.wire = 4.0 if full else 2.0
-        self.weight = practice.weight_bytes or self.wire
-        self.grad = practice.grad_bytes or 4.0
-        self.optimizer = practice.optimizer_bytes or (8.0 if full else 12.0)
-
-    def bytes(self, cell: Cell, pp: int, dp: int, zero: int) -> float:
-        """Of a mean rank's weights, gradients and optimizer state: no more than the fullest one's."""
-        experts = cell.ep * cell.etp
-        data, copies = dp * cell.cp, dp * cell.cp * cell.tp // experts
-        total = 0.0
-        for count, cuts, sharing in ((self.dense, cell.tp, data), (self.experts, experts, copies)):
-            optimizer = self.optimizer / (sharing if zero >= 1 else 1)
-            grad, weight = self.grad / (sharing if zero >= 2 else 1), self.weight / (sharing if zero == 3 else 1)
-            total += count / cuts * (optimizer + grad + weight)
-        return total / pp
-
-
-def _parameters(model: ModelConfig) -> tuple[float, float]:
-    """(dense, in experts): those that every tp cuts, and those that ep does."""
-    shapes = parameter_shapes(model)
-    experts = sum(math.prod(shape) for shape in shapes.values() if len(shape) == 3)
-    return float(sum(map(math.prod, shapes.values())) - experts), float(experts)
 
 
 def _best_rate(machine: Machine, precision: str) -> float:

@@ -18,9 +18,10 @@ from typing import Any, final
 from plait.core.plan import Plan
 from plait.core.topology import Topology
 from plait.models.config import ModelConfig
-from plait.planner.bounds import Bounds, Leaf, Leaves
+from plait.planner.bounds import Bounds
 from plait.planner.cost import predict
 from plait.planner.job import PLAIT, Practice
+from plait.planner.leaves import Leaf, Leaves
 from plait.planner.memory import memory, rank_memory
 from plait.planner.space import (
     MODES,

@@ -1,4 +1,4 @@
-"""Making a plan fit: layers moved between stages within time and memory, and no more recomputed than memory asks for."""
+"""Making a plan fit: layers moved between stages, and no more of them recomputed than memory asks for."""
 
 from __future__ import annotations
 
