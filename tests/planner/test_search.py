@@ -18,8 +18,9 @@ from plait.parallel.layout import model_shape
 from plait.planner.bounds import Bounds
 from plait.planner.clusters import cluster
 from plait.planner.cost import predict
+from plait.planner.losers import order, simplicity
 from plait.planner.memory import memory
-from plait.planner.search import order, search, simplicity
+from plait.planner.search import search
 from plait.planner.space import MODES, SCHEDULES, ZEROS, Request, cells, divisors, plan_of, zeros
 from plait.planner.why import Candidate, reason
 

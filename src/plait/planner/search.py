@@ -13,7 +13,7 @@ import heapq
 import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, final
+from typing import final
 
 from plait.core.plan import Plan
 from plait.core.topology import Topology
@@ -22,18 +22,15 @@ from plait.planner.bounds import Bounds
 from plait.planner.cost import predict
 from plait.planner.job import PLAIT, Practice
 from plait.planner.leaves import Leaf, Leaves
+from plait.planner.losers import Losers, order
 from plait.planner.memory import memory, rank_memory
 from plait.planner.space import (
-    MODES,
-    SCHEDULES,
-    ZEROS,
     Cell,
     Form,
     Request,
     cells,
     legal,
     meshes,
-    pipeline_sizes,
     pipelines,
     plan_count,
     plan_of,
@@ -41,13 +38,10 @@ from plait.planner.space import (
     zeros,
 )
 from plait.planner.stage_cut import recompute_to_fit
-from plait.planner.why import Candidate, Loser, nearest_words, reason
+from plait.planner.why import Candidate, Loser, nearest_words
 
-_CELLS, _FORMS, _TRIES = 6, 4, 6
-"""Of a losing kind: cells that are opened, forms of each, and plans of them all whose memory is worked out."""
 _TIGHTEST = 24
 """Plans with the least state whose memory is worked out where nothing fits."""
-_CELL_AXES = {"tp": "tp", "cp": "cp", "ep": "ep", "expert_tp": "etp", "micro": "micro"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,28 +62,6 @@ class Search:
     @property
     def best(self) -> Candidate | None:
         return self.ranked[0] if self.ranked else None
-
-
-def order(candidate: Candidate) -> tuple[Any, ...]:
-    """Faster first; among equals the one with fewer special choices."""
-    return (candidate.prediction.step_time, *simplicity(candidate.plan))
-
-
-def simplicity(plan: Plan) -> tuple[Any, ...]:
-    """Smaller for plans with fewer special choices."""
-    known = {name: place for place, name in enumerate(SCHEDULES)}
-    special = (
-        plan.stages is not None,
-        plan.recompute not in ("none", "selective", "full"),
-        plan.tp > 1 and not plan.sp,
-        plan.cp > 1,
-        plan.schedule != "1f1b",
-        plan.recompute != "none",
-        plan.expert_tp is not None,
-        plan.ep > 1,
-    )
-    order = (known.get(plan.schedule, len(known)), plan.virtual, plan.zero, plan.pp, plan.tp, plan.cp, plan.ep)
-    return (sum(special), *order, plan.context, plan.recompute, -plan.micro, plan.stages or ())
 
 
 def search(
@@ -291,67 +263,4 @@ class Run:
 
     def losers(self) -> Iterator[Loser]:
         """The most promising plan with each other value of an axis, and why it lost."""
-        best = self.ranked[0].plan
-        own = cell_of(best)
-        for axis, name in _CELL_AXES.items():
-            if axis in ("ep", "expert_tp") and not self.request.shape.num_experts:
-                continue
-            mine = getattr(own, name)
-            for value in sorted({getattr(cell, name) for cell in self._cells}):
-                if value != mine and _near(value, mine):
-                    alike = [cell for cell in self._cells if getattr(cell, name) == value]
-                    likely = heapq.nsmallest(_CELLS, alike, key=self._promise)
-                    yield from self._loser(f"{axis}={value}", likely, {})
-        for axis, values in self._values().items():
-            for value in values:
-                if value != getattr(best, axis) and (axis != "pp" or _near(value, best.pp)):
-                    wanted = {axis: value} if axis in ("pp", "schedule") else {"pp": best.pp, axis: value}
-                    yield from self._loser(f"{axis}={value}", [own], wanted)
-
-    def _promise(self, cell: Cell) -> float:
-        return self._bounds.closely(cell, whole=False)
-
-    def _values(self) -> dict[str, list[Any]]:
-        """What the forms of the best plan's cell may be."""
-        sizes = pipeline_sizes(self.request)
-        found: dict[str, list[Any]] = {"pp": sizes, "schedule": list(SCHEDULES)}
-        found |= {"recompute": list(MODES), "zero": list(ZEROS)}
-        if max(sizes) == 1:
-            del found["schedule"]
-        return {axis: values for axis, values in found.items() if axis not in self.request.fix}
-
-    def _loser(self, kind: str, likely: list[Cell], wanted: Mapping[str, Any]) -> Iterator[Loser]:
-        """The first of the plans with the least bounds that fits; else the one of them that lacks least."""
-        plans: list[tuple[float, int, Plan]] = []
-        for cell in likely:
-            # Where memory allows no form of a cell, one of them still says by how much.
-            leaves = self._bounds.leaves(cell)
-            leaves = leaves if len(leaves) else self._bounds.leaves(cell, all_of_them=True)
-            places = (place for place in range(len(leaves)) if leaves.has(place, wanted))
-            for place in itertools.islice(places, _FORMS):
-                leaf = leaves.leaf(place)
-                levels = zeros(self.request.fix, leaf.dp * cell.cp)
-                levels = [zero for zero in levels if self._bounds.excess(leaf, zero) <= 0] or levels[-1:]
-                for zero in [wanted["zero"]] if "zero" in wanted else levels:
-                    bound = leaf.bound + self._bounds.tail(leaf, zero)
-                    plans.append((bound, len(plans), plan_of(self.request, cell, leaf.form(zero))))
-        tried: list[Candidate] = []
-        for _, _, plan in heapq.nsmallest(_TRIES, plans):
-            if legal(self.request, plan):
-                job = self.request.job(plan)
-                tried.append(Candidate(plan=plan, prediction=predict(job), memory=memory(job)))
-                if tried[-1].fits(self.request.memory):
-                    break
-        if tried:
-            chosen = min(tried, key=lambda one: max(one.memory.fullest.peak, self.request.memory))
-            yield Loser(kind=kind, candidate=chosen, why=reason(self.request, kind, chosen, self.ranked[0]))
-
-
-def cell_of(plan: Plan) -> Cell:
-    """The cell of a plan."""
-    return Cell(tp=plan.tp, sp=plan.sp, cp=plan.cp, context=plan.context, ep=plan.ep, etp=plan.etp, micro=plan.micro)
-
-
-def _near(value: object, own: object) -> bool:
-    """Whether a size is not far from the best plan's: half and twice as much tell enough."""
-    return not isinstance(value, int) or not isinstance(own, int) or own == 0 or own / 4 <= value <= own * 4
+        return Losers(self.request, self._bounds, self._cells, self.ranked[0]).each()
