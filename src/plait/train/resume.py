@@ -157,6 +157,7 @@ class Keeper:
         self._hear(self._saver.drain())
         self.save(step)
         self._hear(self._saver.drain())
+        self._peers.barrier()  # the one that commits ends last: the next wait for it is a step's
         return self._saved == step
 
     def warnings(self) -> list[str]:
