@@ -139,7 +139,6 @@ llama          | zero=3 zero_group=2 cp=2                                   | 4 
 llama          | node=2                                                     | 4  | 4 | 3
 llama          | node=2 zero=1                                              | 4  | 4 | 2
 llama          | node=2 zero=3                                              | 4  | 4 | 1
-llama          | compress=half zero=1                                       | 2  | 2 | 1
 llama          | compress=half                                              | 2  | 2 | 1
 llama          | compress=topk:0.1                                          | 2  | 2 | 0
 llama          | compress=powersgd:2 tp=2                                   | 4  | 2 | 3
@@ -149,10 +148,8 @@ llama          | recompute=selective cp=2                                   | 2 
 llama          | recompute=selective cp=2 context=gather                    | 2  | 2 | 1
 llama          | recompute=selective cp=2 context=ulysses                   | 2  | 2 | 0
 latent         | recompute=selective tp=2                                   | 2  | 1 | 1
-latent         | recompute=full cp=2 context=ulysses                        | 2  | 1 | 1
 gpt2           | recompute=full zero=3 pp=2                                 | 4  | 4 | 0
 llama          | precision=fp16 tp=2 zero=1                                 | 4  | 2 | 3
-experts        | tp=1                                                       | 1  | 1 | 0
 experts        | ep=2                                                       | 2  | 2 | 1
 experts        | tp=2                                                       | 2  | 1 | 0
 experts        | tp=2 sequence_parallel=false ep=2 expert_tp=2              | 4  | 2 | 1
@@ -161,9 +158,7 @@ experts        | ep=4 zero=1 precision=bf16                                 | 8 
 experts        | ep=2 tp=2 zero=2 recompute=full                            | 4  | 2 | 3
 experts        | ep=2 cp=2 zero=3 pp=2 context=gather                       | 8  | 2 | 3
 experts        | ep=2 zero=1 zero_group=2                            | 4  | 4 | 3
-experts        | ep=2 node=2                                                | 4  | 4 | 2
 dropping       | ep=2 cp=2 tp=2 recompute=full                              | 4  | 1 | 3
-dropping       | tp=2 ep=2                                                  | 2  | 1 | 1
 deepseek       | tp=2 ep=2                                                  | 2  | 1 | 0
 deepseek       | ep=4 zero=2 pp=2 schedule=zb-h1                  | 8  | 4 | 5
 deepseek       | tp=2 sequence_parallel=false ep=2 recompute=selective      | 2  | 1 | 1
@@ -224,7 +219,7 @@ AXES = {
 }
 
 
-@settings(max_examples=8, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.filter_too_much])
+@settings(max_examples=5, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.filter_too_much])
 @given(
     plan=st.builds(Plan, **AXES),
     name=st.sampled_from(sorted(MODELS)),

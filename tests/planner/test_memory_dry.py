@@ -41,10 +41,8 @@ MODELS = {
     ("name", "text", "pp"),
     [
         ("llama", "tp=2 pp=2 recompute=selective", 0),
-        ("llama", "tp=2 cp=2 precision=fp32", 0),
         ("llama", "pp=2 virtual=2 schedule=zb-v", 1),
         ("llama", "pp=4 recompute=full schedule=gpipe", 1),
-        ("gpt2", "tp=4 zero=1 dp=2", 0),
         ("gpt2", "pp=2 recompute=full sequence_parallel=false tp=2", 1),
         ("experts", "ep=2 dp=2 pp=2", 0),
         ("experts", "tp=2 ep=2 sequence_parallel=false", 0),
