@@ -18,7 +18,7 @@ from plait.planner.job import Job
 from plait.planner.live import Live, Moment, filled, live_of
 from plait.planner.parameters import elements, parts_of, stage_parts, state_bytes
 from plait.planner.passing import Passing, optimizer_work, passing, reserve, standing
-from plait.planner.saved import cpu_of, local_of
+from plait.planner.saved import Local, cpu_of, local_of
 from plait.planner.stage_memory import StageMemory, stage_memory
 
 
@@ -86,7 +86,7 @@ def _rank(job: Job, pp: int, live: Live, bounds: tuple[tuple[int, int], ...]) ->
     at = local_of(model, plan, job.seq, cpu_of(job))
     mine = live.stages
     bare = _bare(plan)
-    stages = {index: stage_memory(model, bare, job.practice, at, *bounds[index], index, count) for index in mine}
+    stages = {index: _stage(job, bare, at, bounds[index], index, count) for index in mine}
     parts = parts_of(model, bare)
     held = [stage_parts(model, *bounds[index], count, index) for index in mine]
     both: dict[str, int] = {}
@@ -113,6 +113,22 @@ def _rank(job: Job, pp: int, live: Live, bounds: tuple[tuple[int, int], ...]) ->
         finishing=base + optimizer_work(job, elements(parts, both)),
         split=live.split,
     )
+
+
+def _stage(job: Job, bare: Plan, at: Local, bounds: tuple[int, int], index: int, count: int) -> StageMemory:
+    """`stage_memory`, in words that equal stages share: of ZeRO and of the place in the middle it knows nothing."""
+    model, (first, stop) = job.model, bounds
+    alone = _alone(bare)
+    if model.moe is None and model.window_from == 0 and ":" not in alone.recompute:
+        first, stop = 0, stop - first
+        if 0 < index < count - 1:
+            index, count = 1, 3
+    return stage_memory(model, alone, job.practice, at, first, stop, index, count)
+
+
+@lru_cache(maxsize=4096)
+def _alone(plan: Plan) -> Plan:
+    return replace(plan, zero=0, zero_group=None, gather="use")
 
 
 @lru_cache(maxsize=4096)
