@@ -71,6 +71,7 @@ def until(ready: Callable[[], bool], run: subprocess.Popen[str], seconds: float 
 
 def main() -> None:
     """Measure, and print."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # the run that is measured ends with this one
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE")
