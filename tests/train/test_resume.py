@@ -47,12 +47,15 @@ EXPERTS = (
     "plan.bucket_mb=0.01",
 )
 PLANS = {
-    "one": (1, ()),
-    "tp4": (4, ("plan.tp=4",)),  # two ranks share each of the 2 KV heads
-    "three": (3, ("plan.dp=3", "plan.zero=1")),
-    "ep-zero3": (4, ("plan.dp=4", "plan.ep=2", "plan.zero=3", "moe.placement=load")),
-    "tp-ep-zero2-bf16": (4, ("plan.dp=2", "plan.tp=2", "plan.ep=4", "plan.zero=2", "plan.precision=bf16")),
-    "groups-cp": (4, ("plan.dp=2", "plan.cp=2", "plan.zero=1", "plan.zero_group=2")),
+    "one": (1, ("plan.micro=6",)),
+    "tp4": (4, ("plan.tp=4", "plan.micro=6")),  # two ranks share each of the 2 KV heads
+    "three": (3, ("plan.dp=3", "plan.zero=1", "plan.micro=2")),
+    "ep-zero3": (4, ("plan.dp=4", "plan.ep=2", "plan.zero=3", "moe.placement=load", "plan.micro=3")),
+    "tp-ep-zero2-bf16": (
+        4,
+        ("plan.dp=2", "plan.tp=2", "plan.ep=4", "plan.zero=2", "plan.precision=bf16", "plan.micro=3"),
+    ),
+    "groups-cp": (4, ("plan.dp=2", "plan.cp=2", "plan.zero=1", "plan.zero_group=2", "plan.micro=3")),
     "interleaved": (
         4,
         ("plan.pp=2", "plan.virtual=2", "plan.schedule=interleaved", "plan.dp=2", "plan.zero=2", "plan.micro=2"),
