@@ -27,7 +27,15 @@ PARTS = ("notice", "start and load", "first step", "all")
 def measure(settings: list[str], folder: Path) -> dict[str, float]:
     """Seconds of each part of one recovery."""
     command = [sys.executable, "-m", "plait", "train", "--json"]
-    for text in ("plan.dp=2", "checkpoint.every=10", "train.steps=40", f"run.dir={folder}", *settings):
+    for text in (
+        "plan.tp=1",
+        "plan.pp=1",
+        "plan.dp=2",
+        "checkpoint.every=10",
+        "train.steps=40",
+        f"run.dir={folder}",
+        *settings,
+    ):
         command += ["--set", text]
     run = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     lines, events = folder / "metrics.jsonl", folder / "events.jsonl"
