@@ -8,7 +8,7 @@ from pathlib import Path
 
 _EXIT_CODES = (
     "exit codes: 0 done, 1 verify found a difference, or an unexpected error, 2 bad input, 3 a plan that cannot work, "
-    "4 a rank failed, 5 damaged weights or checkpoint, 6 stopped by a signal after saving, 130 interrupted"
+    "4 a rank failed, 5 damaged weights or checkpoint, 6 stopped by a signal after saving, 7 diverged, 130 interrupted"
 )
 
 

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from plait.comm.flight import Flight, write_dump
 from plait.core.errors import ConfigError
 from plait.telemetry.record import Metrics
 from plait.telemetry.report import PREDICTION, compare, read, render
@@ -61,10 +62,16 @@ def test_events_and_the_cause_of_a_hang_are_shown(tmp_path: Path) -> None:
     folder(tmp_path)
     (tmp_path / "events.jsonl").write_text('{"time": "t0", "kind": "restart", "rank": 2}\n{"torn')
     (tmp_path / "flight").mkdir()
-    (tmp_path / "flight" / "cause.txt").write_text("rank 2 never entered all_reduce #118 on tp\n")
+    waits, elsewhere = Flight(0, tmp_path / "0"), Flight(1, tmp_path / "1")
+    waits.waiting(waits.begin("all_reduce", waits.group("tp", (0, 1)), (4,)))
+    elsewhere.note("B of stage 1, microbatch 3")
+    for flight in (waits, elsewhere):
+        write_dump(tmp_path / "flight", flight.read())
     text = render(read(tmp_path), width=100)
     assert "t0  restart  rank 2" in text
-    assert "never entered all_reduce #118" in text
+    assert "rank 1" in text
+    assert "all_reduce" in text
+    assert "B of stage 1, microbatch 3" in text
 
 
 def test_many_ranks_are_folded_to_the_emptiest_and_the_fullest(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import socket
 import subprocess
@@ -12,6 +13,8 @@ import pytest
 
 from plait.core.config import Config, dump, loads
 from plait.core.errors import PlanError
+from plait.core.plan import Plan
+from plait.train import elastic
 from plait.train.elastic import Slots, fit
 from plait.train.events_log import EVENTS, read
 from plait.train.run import prepare
@@ -28,6 +31,29 @@ def wanted(plan: str, *fallbacks: str, batch: int = 12) -> Config:
     return loads(f"[plan]\n{lines}\n[train]\nglobal_batch = {batch}\n[run]\nfallback_plans = {list(fallbacks)}")
 
 
+@pytest.fixture
+def no_planner(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The planner knows of no plan."""
+    monkeypatch.setattr(elastic, "_best", lambda config, ranks, *, alone: None)
+
+
+@pytest.mark.parametrize("ranks", [3, 1])
+def test_the_planner_makes_the_next_plan_and_keeps_the_precision(ranks: int) -> None:
+    found, size = fit(wanted('tp=2 pp=2 precision="bf16" bucket_mb=2.0'), ranks)
+    assert size == ranks
+    assert (found.plan.precision, found.plan.bucket_mb, found.auto) == ("bf16", 2.0, None)
+    assert prepare(found, world_size=size).config.train.global_batch == 12
+
+
+def test_what_the_planner_says_is_what_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    def says(one: Config, *, ranks: int, alone: bool) -> Config:
+        assert (ranks, alone, one.auto) == (3, True, ("bucket_mb", "compress", "precision"))
+        return dataclasses.replace(one, plan=Plan(pp=3), auto=None)
+
+    monkeypatch.setattr(elastic, "planned", says)
+    assert str(fit(wanted("dp=4"), 3)[0].plan) == "pp=3 dp=1"
+
+
 @pytest.mark.parametrize(
     ("plan", "ranks", "becomes", "used"),
     [
@@ -39,7 +65,9 @@ def wanted(plan: str, *fallbacks: str, batch: int = 12) -> Config:
         ('pp=2 dp=2 schedule="dualpipe-v" virtual=2 zero=1 zero_group=2', 3, "dp=3", 3),
     ],
 )
-def test_the_nearest_plan_that_works_on_what_is_left(plan: str, ranks: int, becomes: str, used: int) -> None:
+def test_the_nearest_plan_that_works_on_what_is_left(
+    plan: str, ranks: int, becomes: str, used: int, no_planner: None
+) -> None:
     found, size = fit(wanted(plan), ranks)
     assert size == used
     for word in becomes.split():
@@ -49,7 +77,7 @@ def test_the_nearest_plan_that_works_on_what_is_left(plan: str, ranks: int, beco
     assert setup.share * setup.dp == 12
 
 
-def test_ranks_that_no_plan_can_use_are_left_out() -> None:
+def test_ranks_that_no_plan_can_use_are_left_out(no_planner: None) -> None:
     """5 copies do not divide a batch of 12, nor do 5 ranks any other way of this model."""
     _, size = fit(wanted("tp=2 dp=3"), 5)
     assert size == 4

@@ -15,7 +15,7 @@ import pytest
 from plait.comm.flight import Flight, flight_file
 from plait.core.config import Config, loads
 from plait.core.errors import ConfigError, DivergedError, PlanError, RankError
-from plait.train import restart
+from plait.train import elastic, restart
 from plait.train.events_log import EventLog, read
 from plait.train.heartbeat import SIZE, Beat, Heartbeat, Lookout, beat_file, read_beat, state_of
 from plait.train.launch import Place, Worker
@@ -308,6 +308,7 @@ def test_a_signal_stops_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 def test_a_rank_that_dies_at_once_again_is_done_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     at_once = fails(rank=2, step=0)
+    monkeypatch.setattr(elastic, "_best", lambda config, ranks, *, alone: None)
     made = supervised(monkeypatch, tmp_path, at_once, at_once, done)
     assert made.seen == [("dp=4", 4, False), ("dp=4", 4, True), ("dp=3", 3, True)]
     assert "lost" in kinds(tmp_path)

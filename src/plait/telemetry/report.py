@@ -20,6 +20,7 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
+from plait.comm.flight import diagnose, read_dumps
 from plait.core.errors import ConfigError
 from plait.telemetry.record import EVAL_KEY, read_metrics
 
@@ -92,7 +93,7 @@ def read(folder: Path) -> Report:
         eval_loss=held_out[-1] if held_out else None,
         compared=tuple(compare(promise, rows, _object(folder / "device.json").get("process_bytes") or 0)),
         events=tuple(_lines(folder / "events.jsonl")),
-        cause=_cause(folder / "flight" / "cause.txt"),
+        cause=_cause(folder / "flight"),
     )
 
 
@@ -252,5 +253,9 @@ def _plan_text(folder: Path) -> str:
     return " ".join(line.replace(" = ", "=") for line in path.read_text(encoding="utf-8").splitlines())
 
 
-def _cause(path: Path) -> str | None:
-    return path.read_text(encoding="utf-8").strip() or None if path.is_file() else None
+def _cause(dumps: Path) -> str | None:
+    """What the last operations of the ranks say of a hang, where they were kept."""
+    try:
+        return diagnose(read_dumps(dumps)) or None
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(f"{dumps} cannot be read: {error}") from error

@@ -1,8 +1,8 @@
 """Another plan for the ranks that are there, when some are gone or have come back: same global batch, same data order.
 
 A checkpoint loads under any plan, and every plan computes the same run. So a run that loses a device goes on under the
-next plan that works: of ``run.fallback_plans`` in order, or the one nearest to its own, on as many ranks as can be
-used.
+next plan that works: of ``run.fallback_plans`` in order, or the planner's, or the one nearest to its own, on as many
+ranks as can be used.
 """
 
 from __future__ import annotations
@@ -14,11 +14,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from plait.core.config import Config
-from plait.core.errors import PlanError
+from plait.core.errors import ConfigError, PlanError
 from plait.core.facts import Facts
 from plait.core.legal import check, nearest_plans
 from plait.core.plan import Plan
 from plait.parallel.layout import model_shape
+from plait.train.auto import planned
 from plait.train.launch import placed
 from plait.train.run import model_config
 from plait.train.supervise import restarted
@@ -26,6 +27,8 @@ from plait.train.supervise import restarted
 SLOTS = "PLAIT_SLOTS"
 """Environment variable that names a file with the places for ranks on this machine that can be used now, as numbers
 from 0 with spaces between them: whoever takes a device away, or brings it back, writes it."""
+_KEPT = ("bucket_mb", "compress", "precision")
+"""Plan keys that a run goes on with: what its numbers are rounded to."""
 FAILURES = 2
 """A rank that fails this many times in a row before its first step has lost its device."""
 
@@ -68,9 +71,9 @@ class Slots:
 def fit(config: Config, ranks: int, *, exactly: bool = False) -> tuple[Config, int]:
     """``config`` under a plan for at most ``ranks`` ranks, and how many it uses; PlanError where none can work.
 
-    Its own plan where that fits. Else the first of ``run.fallback_plans`` that does; without any, a plan that changes
-    as little as it can (`nearest_plans`), on as many ranks as can be used. ``exactly``: every rank has to be used, as
-    those have that another launcher started.
+    Its own plan where that fits. Else the first of ``run.fallback_plans`` that does; without any, the planner's, and
+    where it finds none a plan that changes as little as it can (`nearest_plans`), on as many ranks as can be used.
+    ``exactly``: every rank has to be used, as those have that another launcher started.
     """
     shape, train, seq = model_shape(model_config(config)), config.train, config.data.seq
     given = [Plan.parse(text) for text in config.run.fallback_plans]
@@ -85,6 +88,9 @@ def fit(config: Config, ranks: int, *, exactly: bool = False) -> tuple[Config, i
     if not given:
         free = dataclasses.replace(config.plan, dp=None, stages=None)
         for size in range(ranks, least - 1, -1):
+            best = _best(config, size, alone=not exactly)
+            if best is not None:
+                return dataclasses.replace(config, plan=best.resolve(size)), size
             facts = Facts(plan=free, shape=shape, world_size=size, global_batch=train.global_batch, seq=seq)
             found = _nearest(facts)
             if found is not None:
@@ -106,6 +112,14 @@ def rejoined(config: Config) -> Config:
     if place is None or not config.run.resume:
         return config
     return fit(config, place.world_size, exactly=True)[0]
+
+
+def _best(config: Config, ranks: int, *, alone: bool) -> Plan | None:
+    """The planner's plan for ``ranks`` of this machine, of the same numbers on the wire; None where it finds none."""
+    try:
+        return planned(dataclasses.replace(config, auto=_KEPT), ranks=ranks, alone=alone).plan
+    except (ConfigError, PlanError):
+        return None
 
 
 def _nearest(facts: Facts) -> Plan | None:

@@ -21,7 +21,9 @@ from plait.train.elastic import FAILURES, Slots, fit
 from plait.train.events_log import EVENTS, EventLog
 from plait.train.launch import launch
 from plait.train.local import Watched, WorkerFailed
+from plait.train.promise import write_promise
 from plait.train.replicas import memory_folder
+from plait.train.run import prepare
 from plait.train.supervise import StoppedError
 
 RANK = "plait.train.trainer:run_rank"
@@ -88,6 +90,7 @@ class _Supervisor:
             config, size = self._config, self._slots.total
         else:
             config, size = fit(self._config, len(self._places))
+            write_promise(prepare(config, world_size=size))
             fields = {"plan": str(config.plan), "ranks": size, "places": list(self._places)}
             self._log.write("plan", fields)
             left = f"{len(self._places)} of {self._slots.total} places"
