@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 
 import torch
@@ -19,6 +20,7 @@ from plait.telemetry.record import EVAL_KEY, Metrics, Recorder, write_trace
 from plait.train.data import Samples
 from plait.train.elastic import rejoined
 from plait.train.exchange import make_tokens, shared_folder, write_weights
+from plait.train.folder import held
 from plait.train.heartbeat import Heartbeat
 from plait.train.launch import Place, Worker, launch, placed
 from plait.train.measure import Meter, device_facts, process_bytes
@@ -41,27 +43,30 @@ def start(config: Config, *, as_json: bool = False) -> None:
     setup = prepare(config)
     if place is None:
         check_device(config.run.device, setup.world_size, setup.plan.precision)
-    if place is None or place.rank == 0:
-        config = claim_folder(config)
-        setup = dataclasses.replace(setup, config=config)
-        if not as_json:
-            Console(highlight=False).print(heading(setup), soft_wrap=True)
-        if place is None:
-            open_samples(setup)  # text becomes tokens once, and data that cannot serve is refused here
-        from plait.train.promise import write_promise  # ranks that a launcher starts do without the planner
+    with ExitStack() as leaving:
+        if place is None or place.rank == 0:
+            config = claim_folder(config)
+            assert config.run.dir is not None, "claim_folder names it"
+            leaving.enter_context(held(config.run.dir))
+            setup = dataclasses.replace(setup, config=config)
+            if not as_json:
+                Console(highlight=False).print(heading(setup), soft_wrap=True)
+            if place is None:
+                open_samples(setup)  # text becomes tokens once, and data that cannot serve is refused here
+            from plait.train.promise import write_promise  # ranks that a launcher starts do without the planner
 
-        write_promise(setup)
-    if place is None and setup.world_size > 1:
-        supervise(config, setup.world_size, as_json=as_json)
-        return
-    launch(
-        RANK,
-        processes=setup.world_size,
-        args=[dump(config), as_json],
-        device=config.run.device,
-        timeout=config.run.timeout,
-        threads=config.run.threads,
-    )
+            write_promise(setup)
+        if place is None and setup.world_size > 1:
+            supervise(config, setup.world_size, as_json=as_json)
+            return
+        launch(
+            RANK,
+            processes=setup.world_size,
+            args=[dump(config), as_json],
+            device=config.run.device,
+            timeout=config.run.timeout,
+            threads=config.run.threads,
+        )
 
 
 def check_device(device: str, ranks: int, precision: str) -> None:
