@@ -27,11 +27,12 @@ from plait.schedule.ir import Kind, Schedule
 from plait.schedule.lower import lower
 from plait.schedule.simulate import Cost, simulate
 from plait.telemetry.record import EVAL_KEY, METRIC_KEYS
+from plait.train.supervise import StoppedError
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = ("README.md", "CONTRIBUTING.md", "docs")
 SOURCE = ROOT / "src" / "plait"
-ROOMS = ("core", "schedule", "models", "comm", "parallel", "checkpoint", "telemetry", "train")
+ROOMS = ("core", "schedule", "models", "comm", "parallel", "checkpoint", "telemetry", "planner", "train")
 EXAMPLE = ROOT / "docs" / "zero-bubble.schedule"
 
 _BLOCK = re.compile(r"(<!-- generated: ([a-z0-9-]+) -->\n)(.*?)(<!-- /generated -->)", re.DOTALL)
@@ -211,8 +212,9 @@ def _exit_codes() -> str:
         if kind.exit_code not in [row[0] for row in rows]:
             says = (kind.__doc__ or "").partition("\n")[0].rstrip(".")
             rows.append((kind.exit_code, says[:1].lower() + says[1:]))
-    rows.append((130, "interrupted with Ctrl-C"))
-    return _table(("exit code", "meaning"), rows)
+    rows.append((StoppedError.exit_code, "stopped by SIGTERM or SIGUSR1, with the state saved: `--resume` goes on"))
+    rows.append((130, "interrupted with Ctrl-C; nothing is saved"))
+    return _table(("exit code", "meaning"), sorted(rows))
 
 
 _METRICS = {
@@ -258,7 +260,7 @@ def _rooms() -> str:
     for room in ROOMS:
         lines.append(f"  {f'{room}/':<20}{says(SOURCE / room / '__init__.py')}")
         modules = sorted(path for path in (SOURCE / room).glob("*.py") if path.name != "__init__.py")
-        lines += [f"    {path.name:<18}{says(path)}" for path in modules]
+        lines += [f"    {path.name:<17} {says(path)}" for path in modules]
     return _fenced("\n".join(lines))
 
 

@@ -38,6 +38,6 @@ class DivergedError(RankError):
 
 
 class WeightsError(PlaitError, ValueError):
-    """Stored weights that are missing, truncated, or do not fit the model."""
+    """Stored weights or checkpoints that are missing, damaged, or do not fit the model."""
 
     exit_code = 5

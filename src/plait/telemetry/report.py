@@ -167,7 +167,8 @@ def _parts(report: Report) -> list[RenderableType]:
         parts.append(Text("Nothing was predicted for this run."))
     elif report.interval is not None:
         low, high = report.interval
-        parts.append(Text(f"Predicted for {report.cluster}; the step was expected within {low:.3g} to {high:.3g} s."))
+        where = "this machine" if report.cluster == "local" else report.cluster
+        parts.append(Text(f"Predicted for {where}: a step of {low:.3g} s to {high:.3g} s, eight times in ten."))
     if report.events:
         parts += [Rule("what happened", align="left"), *_event_lines(report.events)]
     if report.cause is not None:

@@ -110,7 +110,7 @@ class Progress:
         bar.add_column(ratio=1)
         for _ in range(3):
             bar.add_column(no_wrap=True)
-        left = f"{_clock(spent / done * (steps - done))} left"
+        left = f"{_clock(spent / len(self._losses) * (steps - done))} left"
         bar.add_row(ProgressBar(total=steps, completed=done), f"step {done}/{steps}", f"{_clock(spent)}", left)
         cells = Table.grid(padding=(0, 3))
         cells.add_row(
@@ -149,7 +149,8 @@ class Progress:
             f", median {rates[len(rates) // 2]:,.0f} tokens/s",
         )
         found = (
-            (name, "config.toml  plan.toml  device.json  metrics.jsonl  trace.json  weights/"),
+            (name, "config.toml  metrics.jsonl  checkpoints/  weights/  and what else the run left"),
+            (f"plait report {name}", "promise beside fact, and what happened"),
             (f"plait verify {name}/config.toml", "does this cut compute what one process computes?"),
             (f"plait convert {name} {name}/hf", "weights for Hugging Face"),
             (f"{name}/trace.json", "one step, for ui.perfetto.dev"),
