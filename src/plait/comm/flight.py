@@ -191,10 +191,16 @@ def _text(content: bytes) -> str:
 
 
 def write_dump(folder: Path, dump: Mapping[str, Any]) -> Path:
-    """Write one rank's ring to ``rank-R.json`` in ``folder``, which is made."""
+    """Write one rank's ring to ``rank-R.json`` in ``folder``, which is made; whole or not at all (OSError)."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"rank-{dump['rank']}.json"
-    path.write_text(json.dumps(dump) + "\n", encoding="utf-8")
+    draft = folder / f"{path.name}.tmp"
+    try:
+        draft.write_text(json.dumps(dump) + "\n", encoding="utf-8")
+        draft.replace(path)
+    except OSError:
+        draft.unlink(missing_ok=True)
+        raise
     return path
 
 
