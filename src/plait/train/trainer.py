@@ -140,7 +140,7 @@ def train(setup: Setup, world: World, *, as_json: bool = False, worker: Worker |
             if config.train.eval_every and (step + 1) % config.train.eval_every == 0 and not lost:
                 heart.beat(step, "evaluate")
                 row[EVAL_KEY] = evaluate(setup, parallel, samples)
-            metrics.write(row)
+            record(metrics, row)
             step = policy.after(step, taken) if lost else policy.passed(step)
             if not lost:
                 show.update(row)
@@ -168,6 +168,15 @@ def save(keeper: Keeper, step: int, *, asked: int, chief: bool) -> None:
     if not saved:
         raise WeightsError(f"signal {asked} asked the run to end, and its state could not be saved")
     raise StoppedError(Stop.message(asked, step))
+
+
+def record(metrics: Metrics, row: dict[str, object]) -> None:
+    """Add ``row`` to ``metrics.jsonl``. A full disk ends no run for the sake of its log: it is said instead, and what
+    is still in memory goes there with the next row that does."""
+    try:
+        metrics.write(row)
+    except OSError as error:
+        warn(True, f"metrics.jsonl, step {row['step']}: {error.strerror}")
 
 
 def trace(folder: Path, meter: Meter, chief: bool) -> None:
