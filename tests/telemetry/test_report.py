@@ -100,3 +100,20 @@ def test_what_is_no_run_or_damaged_is_refused_by_name(tmp_path: Path, content: s
 
 def test_compare_of_nothing_is_nothing() -> None:
     assert compare({}, []) == []
+
+
+def test_steps_under_another_plan_are_not_held_against_the_promise(tmp_path: Path) -> None:
+    (folder(tmp_path) / PREDICTION).write_text(json.dumps(PROMISE))
+    events = [{"time": 0, "kind": "resume", "step": step, "plan": plan} for step, plan in ((2, "dp=2"), (5, "tp=2"))]
+    (tmp_path / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+    report = read(tmp_path)
+    assert report.compared_from == 6
+    assert "from step 6 on" in render(report, width=100)
+
+
+def test_a_run_that_went_on_with_other_ranks_is_measured_from_there(tmp_path: Path) -> None:
+    with Metrics(folder(tmp_path) / "metrics.jsonl") as metrics:
+        metrics.write(row(6, step_time_s=3.0, comm_bytes={"dp": 8, "world": 3}))
+    (tmp_path / PREDICTION).write_text(json.dumps(PROMISE))
+    measured = {each.what: each.measured for each in read(tmp_path).compared}
+    assert measured["step time"] == 3.0

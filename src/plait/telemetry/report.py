@@ -55,6 +55,8 @@ class Report:
     folder: str
     plan: str
     cluster: str | None
+    source: str | None
+    """Where the figures of the cluster come from: measured, or estimated."""
     interval: tuple[float, float] | None
     """Seconds between which the step time was expected."""
     steps: int
@@ -62,6 +64,8 @@ class Report:
     """Of the first and of the last step."""
     eval_loss: float | None
     compared: tuple[Compared, ...]
+    compared_from: int | None
+    """The first step that was compared, where steps before it ran under another plan."""
     events: tuple[Mapping[str, Any], ...]
     cause: str | None
     """What a hang was due to, where one was recorded."""
@@ -83,18 +87,42 @@ def read(folder: Path) -> Report:
     held_out = [row[EVAL_KEY] for row in rows if row.get(EVAL_KEY) is not None]
     low, high = promise.get("low"), promise.get("high")
     plan = promise.get("plan") or _plan_text(folder)
+    events = tuple(_lines(folder / "events.jsonl"))
+    under = _under_last_plan(rows, events)
     return Report(
         folder=str(folder),
         plan=str(plan),
         cluster=promise.get("cluster"),
+        source=promise.get("source"),
         interval=None if low is None or high is None else (float(low), float(high)),
         steps=len(rows),
         loss=(losses[0], losses[-1]) if losses else None,
         eval_loss=held_out[-1] if held_out else None,
-        compared=tuple(compare(promise, rows, _object(folder / "device.json").get("process_bytes") or 0)),
-        events=tuple(_lines(folder / "events.jsonl")),
+        compared=tuple(compare(promise, under, _object(folder / "device.json").get("process_bytes") or 0)),
+        compared_from=int(under[0]["step"]) + 1 if len(under) < len(rows) else None,
+        events=events,
         cause=_cause(folder / "flight"),
     )
+
+
+def _under_last_plan(rows: list[dict[str, Any]], events: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The last of ``rows`` that ran under one plan: promises are about no other."""
+    start, plan = 0, None
+    for event in events:
+        if event.get("kind") == "resume":
+            if plan is not None and event.get("plan") != plan:
+                start = int(event.get("step", 0))
+            plan = event.get("plan")
+    # Which plan a run began under is in no event; another number of ranks, or of axes that communicate, is another one.
+    same = [row for row in rows if row["step"] >= start]
+    for place in range(len(same) - 1, 0, -1):
+        if _shape(same[place - 1]) != _shape(same[-1]):
+            return same[place:]
+    return same or rows
+
+
+def _shape(row: Mapping[str, Any]) -> tuple[int, tuple[str, ...]]:
+    return len(row.get("memory_peak_bytes") or ()), tuple(sorted(row.get("comm_bytes") or ()))
 
 
 def compare(promise: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], process: int = 0) -> list[Compared]:
@@ -168,7 +196,10 @@ def _parts(report: Report) -> list[RenderableType]:
     elif report.interval is not None:
         low, high = report.interval
         where = "this machine" if report.cluster == "local" else report.cluster
-        parts.append(Text(f"Predicted for {where}: a step of {low:.3g} s to {high:.3g} s, eight times in ten."))
+        source = f" ({report.source})" if report.source else ""
+        parts.append(Text(f"Predicted for {where}{source}: a step of {low:.3g} s to {high:.3g} s, eight times in ten."))
+    if report.compared_from is not None:
+        parts.append(Text(f"Measured from step {report.compared_from} on; those before ran under another plan."))
     if report.events:
         parts += [Rule("what happened", align="left"), *_event_lines(report.events)]
     if report.cause is not None:
