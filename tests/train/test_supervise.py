@@ -317,6 +317,8 @@ def test_a_rank_that_dies_at_once_again_is_done_without(tmp_path: Path, monkeypa
         supervised(monkeypatch, tmp_path / "b", *[fails(rank=2, cause="error", step=0)] * 2)
     with pytest.raises(WorkerFailed):
         supervised(monkeypatch, tmp_path / "c", *[fails(rank=2, step=1)] * 3)
+    with pytest.raises(WorkerFailed):
+        supervised(monkeypatch, tmp_path / "d", *[fails(rank=2, step=1, phase="save")] * 3)
 
 
 def test_places_that_go_and_come_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

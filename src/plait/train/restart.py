@@ -135,7 +135,8 @@ class _Supervisor:
         newest = self._last_commit()
         forward = newest != self._newest
         loading = any(one.phase == "load" for one in beats.values()) and newest is not None
-        at_once = not any(one.phase == "step" and one.step > self._step() for one in beats.values())
+        # In whatever phase: ranks that save or evaluate have taken steps.
+        at_once = not any(one.phase != "load" and one.step > self._step() for one in beats.values())
         if forward:
             self._newest, self._restarts, self._last = newest, 0, ""
         if loading and newest is not None and self._set_aside(newest):
