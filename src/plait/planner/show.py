@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final
 
 from rich import box
-from rich.console import Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.table import Table
 from rich.text import Text
 
@@ -50,34 +50,42 @@ def search_page(search: Search) -> RenderableType:
     return Group(*parts_of_page)
 
 
-def ranking(candidates: Sequence[Candidate]) -> Table:
-    """One row a plan, its text in a row below."""
-    table = Table(box=box.SIMPLE, pad_edge=False)
-    for name in ("", "step", "80% within", "tokens/s/dev", "MFU", "fullest", "emptiest", "bubble"):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("communication exposed + hidden")
-    for place, one in enumerate(candidates, 1):
-        time = one.prediction
-        table.add_row(
-            str(place),
-            seconds(time.step_time),
-            f"{seconds(time.low)} - {seconds(time.high)}",
-            f"{time.tokens_per_s_per_device:,.0f}",
-            "" if time.mfu is None else f"{time.mfu:.1%}",
-            size(one.memory.fullest.peak),
-            size(one.memory.emptiest.peak),
-            f"{time.bubble_rate:.1%}",
-            _communication(time),
-        )
-    lines = Table.grid(padding=(0, 2))
-    lines.add_column(justify="right")
-    lines.add_column(overflow="fold")
-    for place, one in enumerate(candidates, 1):
-        lines.add_row(str(place), Text(str(one.plan) or "one rank, nothing cut"))
-    whole = Table.grid()
-    whole.add_row(table)
-    whole.add_row(lines)
-    return whole
+def ranking(candidates: Sequence[Candidate]) -> RenderableType:
+    """One row a plan with as many columns as the width has room for; its text in a row below."""
+    return _Ranking(candidates)
+
+
+class _Ranking:
+    """Rich asks for it once the width is known: numbers are never cut, columns go instead."""
+
+    def __init__(self, candidates: Sequence[Candidate]) -> None:
+        self._candidates = candidates
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        left_out: list[str] = []
+        for name in (None, *_DISPENSABLE):
+            left_out += [name] if name is not None else []
+            table = self._table([column for column in _COLUMNS if column not in left_out])
+            if console.measure(table, options=options.update(width=1000)).maximum <= options.max_width:
+                break
+        yield table
+        lines = Table.grid(padding=(0, 2))
+        lines.add_column(justify="right")
+        lines.add_column(overflow="fold")
+        for place, one in enumerate(self._candidates, 1):
+            text = Text(str(one.plan) or "one rank, nothing cut")
+            if _COMMUNICATION in left_out and (sent := _communication(one.prediction)):
+                text.append(f"\nexposed + hidden: {sent}", style="dim")
+            lines.add_row(str(place), text)
+        yield lines
+
+    def _table(self, columns: Sequence[str]) -> Table:
+        table = Table(box=box.SIMPLE, pad_edge=False)
+        for name in columns:
+            table.add_column(name, justify="left" if name == _COMMUNICATION else "right", no_wrap=True)
+        for place, one in enumerate(self._candidates, 1):
+            table.add_row(*(_COLUMNS[name](place, one) for name in columns))
+        return table
 
 
 def _communication(time: Prediction) -> str:
@@ -91,6 +99,22 @@ def _communication(time: Prediction) -> str:
         if max(shares) >= 0.0005:
             words.append(f"{axis} {shares[0]:.1%} + {shares[1]:.1%}")
     return ", ".join(words)
+
+
+_COMMUNICATION: Final = "communication exposed + hidden"
+_COLUMNS: Final[Mapping[str, Callable[[int, Candidate], str]]] = {
+    "": lambda place, one: str(place),
+    "step": lambda place, one: seconds(one.prediction.step_time),
+    "80% within": lambda place, one: f"{seconds(one.prediction.low)} - {seconds(one.prediction.high)}",
+    "tokens/s/dev": lambda place, one: f"{one.prediction.tokens_per_s_per_device:,.0f}",
+    "MFU": lambda place, one: "" if one.prediction.mfu is None else f"{one.prediction.mfu:.1%}",
+    "fullest": lambda place, one: size(one.memory.fullest.peak),
+    "emptiest": lambda place, one: size(one.memory.emptiest.peak),
+    "bubble": lambda place, one: f"{one.prediction.bubble_rate:.1%}",
+    _COMMUNICATION: lambda place, one: _communication(one.prediction),
+}
+_DISPENSABLE: Final = (_COMMUNICATION, "emptiest", "80% within", "bubble", "fullest", "tokens/s/dev")
+"""Columns that go where there is no room, the first one first."""
 
 
 def job_page(job: Job, prediction: Prediction, memory: MemoryReport) -> RenderableType:
