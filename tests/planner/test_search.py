@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import pytest
 
@@ -235,3 +235,47 @@ def test_405b_on_16384_devices_is_planned_in_seconds() -> None:
     assert found.best is not None
     assert found.considered > 1_000_000
     assert found.predicted < 5_000
+
+
+@pytest.mark.parametrize(
+    ("fix", "says"),
+    [
+        ({"tp": 0}, "tp=0 is below 1"),
+        ({"micro": 0}, "micro=0 is below 1"),
+        ({"schedule": "zigzag"}, "schedule=zigzag: neither a schedule"),
+        ({"stages": (1, 2)}, "stages=1,2 sums to 3"),
+        ({"stages": (40, -8), "pp": 2}, "stages=40,-8: only the first and the last stage"),
+        ({"recompute": "some"}, "recompute: 'some' is neither"),
+        ({"gather": "step", "zero": 1}, "gather=step: only zero=3"),
+        ({"ep": 2}, "the model has no experts"),
+        ({"precision": "fp8"}, "precision=fp8: A100-80GB-SXM has no such units; what works: precision=bf16"),
+        ({"zero": 2, "schedule": "2bw"}, "no plan cuts this model"),
+        ({"stages": (6, 6, 6, 6, 8)}, "no plan cuts this model"),
+    ],
+)
+def test_a_given_key_that_no_plan_can_have_is_the_reason(fix: Mapping[str, object], says: str) -> None:
+    with pytest.raises(PlanError) as caught:
+        search(PRESETS["llama3-8b"], cluster("a100-80g", 8), world_size=8, seq=512, global_batch=16, fix=fix)
+    assert says in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_experts_that_do_not_fit_say_so_for_any_number_of_devices() -> None:
+    for gpus in (1, 8):
+        found = search(PRESETS["deepseek-v3"], cluster("h100", gpus), world_size=gpus, seq=512, global_batch=8)
+        assert not found.ranked
+        assert "more memory" in found.advice[0]
+
+
+def test_a_given_cut_stays_where_nothing_fits() -> None:
+    found = search(
+        PRESETS["llama3-8b"],
+        cluster("a100-40g", 4),
+        world_size=4,
+        seq=8192,
+        global_batch=4,
+        max_memory=0.2,
+        fix={"stages": (7, 8, 8, 9)},
+    )
+    assert found.nearest is not None
+    assert found.nearest.plan.stages == (7, 8, 8, 9)

@@ -154,3 +154,25 @@ def test_an_empty_timeline_is_drawn_as_nothing() -> None:
 )
 def test_seconds_in_words(value: float, text: str) -> None:
     assert show.seconds(value) == text
+
+
+@pytest.mark.parametrize("width", [60, 80, 100, 160])
+def test_numbers_are_whole_at_any_width(width: int) -> None:
+    """Columns go where there is no room; they were cut in the middle of their numbers once."""
+    console = Console(file=io.StringIO(), width=width, highlight=False)
+    plan_command(**REQUEST, top=3, console=console)  # type: ignore[arg-type]
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "\u2026" not in text
+    assert all(len(line.rstrip()) <= width for line in text.splitlines())
+    assert "exposed + hidden" in text
+    assert ("emptiest" in text) is (width >= 100)
+
+
+def test_simulate_refuses_what_is_no_step(tmp_path: Path) -> None:
+    file = tmp_path / "plan.toml"
+    file.write_text('[plan]\ntp = 8\nprecision = "fp8"\n')
+    with pytest.raises(PlanError, match="fp8"):
+        simulate_command(file, model="llama3-8b", cluster_name="a100-80g", seq=512, global_batch=8)
+    file.write_text("[plan]\ndp = 8\n")
+    with pytest.raises(ConfigError, match="global_batch=100000000000000000003"):
+        simulate_command(file, model="llama3-8b", cluster_name="h100", seq=512, global_batch=10**20 + 3)

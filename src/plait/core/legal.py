@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from plait.core import choices, fitting
 from plait.core.errors import PlanError
 from plait.core.facts import Facts, ModelShape
-from plait.core.plan import Plan, sizes_reason, world_reason
+from plait.core.plan import NEAR, Plan, sizes_reason, world_reason
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,5 +133,5 @@ def nearest_plans(facts: Facts, most: int = 3) -> list[Plan]:
 
 
 def _divisors(size: int) -> list[int]:
-    small = [n for n in range(1, math.isqrt(max(size, 0)) + 1) if size % n == 0]
+    small = [n for n in range(1, min(math.isqrt(max(size, 0)), NEAR) + 1) if size % n == 0]
     return sorted({*small, *(size // n for n in small)})

@@ -17,6 +17,8 @@ from plait.core.mesh import Mesh
 
 SCHEDULE_SUFFIXES = (".txt", ".schedule")
 RECOMPUTE = ("none", "full", "selective")
+NEAR = 1 << 14
+"""How far from a number that does not work others are tried: a sample count may be anything."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,9 +154,12 @@ def recompute_ranges(text: str) -> list[tuple[str, int, int | None]]:
 
 
 def nearest(value: int, works: Callable[[int], bool], *, low: int = 1, high: int) -> tuple[int, ...]:
-    """The nearest working numbers below and above ``value`` within ``low..high``: none, one or two."""
-    below = next((n for n in range(min(value - 1, high), low - 1, -1) if works(n)), None)
-    above = next((n for n in range(max(value + 1, low), high + 1) if works(n)), None)
+    """The nearest working numbers below and above ``value`` within ``low..high``: none, one or two.
+
+    Numbers further away than `NEAR` are not looked at.
+    """
+    below = next((n for n in range(min(value - 1, high), max(low, value - NEAR) - 1, -1) if works(n)), None)
+    above = next((n for n in range(max(value + 1, low), min(high, value + NEAR) + 1) if works(n)), None)
     return tuple(n for n in (below, above) if n is not None)
 
 

@@ -13,9 +13,10 @@ from rich.console import Console
 
 from plait.core.errors import ConfigError, PlanError
 from plait.core.events import chrome_trace
-from plait.core.fields import nearest_names
+from plait.core.fields import nearest_names, typed
 from plait.core.legal import check
 from plait.core.plan import Plan
+from plait.core.sections import MODEL_FIELDS
 from plait.core.topology import Topology
 from plait.models.config import PRESETS, ModelConfig
 from plait.models.families import from_hf
@@ -23,11 +24,13 @@ from plait.parallel.layout import model_shape
 from plait.planner import picture, show
 from plait.planner.clusters import cluster
 from plait.planner.cost import predict, timeline
+from plait.planner.given import require_possible
 from plait.planner.job import Job
 from plait.planner.local import practice
 from plait.planner.mapping import order
 from plait.planner.memory import memory
 from plait.planner.search import search
+from plait.planner.space import Request
 from plait.planner.why import Candidate
 
 _EVENTS = 200_000
@@ -63,7 +66,12 @@ def _of_table(table: Mapping[str, Any]) -> ModelConfig:
     if preset is not None and preset not in PRESETS:
         raise ValueError(f"preset {preset!r} is unknown; {nearest_names(str(preset), PRESETS)}")
     base = PRESETS[preset].to_mapping() if preset is not None else {}
-    return ModelConfig.from_mapping({**base, **{name: value for name, value in table.items() if name != "preset"}})
+    given = {
+        name: typed(MODEL_FIELDS[name][0], value, f"[model] {name}") if name in MODEL_FIELDS else value
+        for name, value in table.items()
+        if name != "preset"
+    }
+    return ModelConfig.from_mapping({**base, **given})
 
 
 def fixed(words: Sequence[str]) -> dict[str, object]:
@@ -174,16 +182,19 @@ def simulate_command(
 
 def _job(plan: Plan, model: ModelConfig, cluster_name: str, size: int, seq: int, global_batch: int) -> Job:
     """The job, checked by the rule table."""
-    check(plan, model_shape(model), world_size=size, global_batch=global_batch, seq=seq)
     topology = cluster(cluster_name, size)
-    return Job(
+    request = Request(
         model=model,
-        plan=plan.resolve(size),
         topology=topology,
+        world_size=size,
         seq=seq,
         global_batch=global_batch,
+        precision=plan.precision,
         practice=practice(topology),
     )
+    check(plan, model_shape(model), world_size=size, global_batch=global_batch, seq=seq)
+    require_possible(request)
+    return request.job(plan.resolve(size))
 
 
 def read_plan(path: Path) -> Plan:

@@ -20,6 +20,7 @@ from plait.core.topology import Topology
 from plait.models.config import ModelConfig
 from plait.planner.bounds import Bounds
 from plait.planner.cost import predict
+from plait.planner.given import require_possible
 from plait.planner.job import PLAIT, Practice
 from plait.planner.leaves import Leaf, Leaves
 from plait.planner.losers import Losers, order
@@ -94,9 +95,11 @@ def search(
         max_memory=max_memory,
         practice=practice,
     )
+    require_possible(request)
     run = Run(request, top=top)
     run.finish()
     near = None if run.ranked else tightest(request)
+    require_some(request, bool(run.ranked) or near is not None)
     return Search(
         request=request,
         ranked=tuple(run.ranked),
@@ -116,13 +119,15 @@ def tightest(request: Request) -> Candidate | None:
     found: list[tuple[float, int, Cell, int, int, int]] = []
     for cell in cells(small):
         for pp, dp in meshes(small, cell.tp, cell.cp):
+            if dp * cell.cp * cell.tp % (cell.ep * cell.etp):
+                continue  # the experts do not fold out of a stage's ranks
             for zero in zeros(small.fix, dp * cell.cp)[-1:]:
                 found.append((bounds.state_of(cell, pp, dp, zero), len(found), cell, pp, dp, zero))
     best: Candidate | None = None
     for _, _, cell, pp, dp, zero in sorted(found)[:_TIGHTEST]:
         for schedule, virtual in pipelines(small.fix, pp, small.shape.num_layers)[:1]:
-            mode = str(fix["recompute"])
-            form = Form(pp=pp, dp=dp, schedule=schedule, virtual=virtual, stages=None, recompute=mode, zero=zero)
+            mode, cut = str(fix["recompute"]), small.base().get("stages")
+            form = Form(pp=pp, dp=dp, schedule=schedule, virtual=virtual, stages=cut, recompute=mode, zero=zero)
             plan = plan_of(small, cell, form)
             if not legal(request, plan):
                 continue
@@ -179,7 +184,7 @@ class Run:
         self._heap: list[tuple[float, int, _Node]] = []
         for cell in found:
             self._push(self._bounds.roughly(cell), cell)
-        self._bounds.lay(min(found, key=self._bounds.roughly))
+        require_some(request, self._bounds.lay(min(found, key=self._bounds.roughly)) > 0)
 
     @property
     def limit(self) -> float:

@@ -31,6 +31,10 @@ SCHEDULES: Final = ("1f1b", "interleaved", "gpipe", "zb-h1", "zb-h2", "zb-v", "d
 MODES: Final = ("none", "selective", "full")
 """Recomputation of all layers alike; where none does not fit, layers are chosen (`plait.planner.stage_cut`)."""
 ZEROS: Final = (0, 1, 2, 3)
+LARGEST: Final = 1 << 32
+LARGEST_BATCH: Final = 1 << 20
+"""Devices, tokens a sample, and samples of a request: what is beyond are typing errors, whose steps take hours to go
+through."""
 _ROW_RULES: Final = (fitting.rows, fitting.batch)
 _DEPTH_RULES: Final = (fitting.depth, fitting.stages)
 
@@ -58,9 +62,9 @@ class Request:
             if name not in kinds:
                 raise ConfigError(f"unknown key {name!r} in a plan; {nearest_names(name, kinds)}")
             typed(kinds[name], value, f"plan key {name}")
-        for what in ("world_size", "seq", "global_batch"):
-            if getattr(self, what) < 1:
-                raise ConfigError(f"{what}={getattr(self, what)}: at least 1")
+        for what, most in (("world_size", LARGEST), ("seq", LARGEST), ("global_batch", LARGEST_BATCH)):
+            if not 1 <= getattr(self, what) <= most:
+                raise ConfigError(f"{what}={getattr(self, what)}: at least 1, at most {most:,}")
         if self.world_size > self.topology.devices:
             raise ConfigError(
                 f"{self.world_size} ranks on {self.topology.devices} devices of cluster {self.topology.name}; what "
