@@ -147,7 +147,8 @@ def load(path: str | Path) -> Topology:
     try:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cluster file {path} cannot be read: {error}") from error
+        why = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(f"cluster file {path} cannot be read: {why}") from error
     return parse(text, str(path))
 
 

@@ -93,7 +93,8 @@ def rows(path: str | Path) -> list[Row]:
     try:
         text = file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"published rows {file}: {error}") from error
+        why = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(f"published rows {file}: {why}") from error
     found: list[Row] = []
     seen: dict[str, int] = {}
     for number, line in enumerate(text.splitlines(), start=1):

@@ -115,7 +115,7 @@ def _parameters(report: Report, width: int) -> Table:
         table.add_column(name, justify="right", no_wrap=True)
         table.add_column("tolerance", justify="right", no_wrap=True)
     if bar >= _SHORTEST:
-        table.add_column("error / tolerance", width=bar + 1, no_wrap=True)
+        table.add_column("error (log scale)", width=bar + 1, no_wrap=True)
     for label, indices in rows:
         worst = [max((checks[index] for index in indices), key=_severity) for _, checks in columns]
         cells = [cell for check in worst for cell in (_marked(check), Text(f"{check.tolerance:.1e}", style="dim"))]
