@@ -11,6 +11,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -102,14 +103,14 @@ class Pool:
                 try:
                     answers[pipe] = pipe.recv()
                 except EOFError:
-                    self.close()
-                    raise RuntimeError(f"rank {pipes.index(pipe)} died") from None
+                    raise RuntimeError(self._death(pipes, pipe, answers)) from None
             if any(not ok for ok, _ in answers.values()) and not expect_failure and len(answers) < ranks:
                 # The others may wait for the failed one: do not let them, and start anew.
                 time.sleep(0.2)
                 for pipe in pipes:
-                    if pipe not in answers and pipe.poll():
-                        answers[pipe] = pipe.recv()
+                    with suppress(EOFError):  # one that died: of the failure that is told
+                        if pipe not in answers and pipe.poll():
+                            answers[pipe] = pipe.recv()
                 if len(answers) < ranks:
                     self.close()
                     break
@@ -119,6 +120,18 @@ class Pool:
         if failed and not expect_failure:
             raise AssertionError("\n".join(f"rank {rank}:\n{trace}" for rank, trace in failed))
         return [answers[pipe][1] for pipe in pipes]
+
+    def _death(self, pipes: list[Connection], dead: Connection, answers: dict[Connection, Any]) -> str:
+        """What to say of a worker that has ended, with what the others came to: its end may be of theirs; `close`."""
+        process, _ = self._workers[pipes.index(dead)]
+        process.join(5)
+        for pipe in pipes:
+            with suppress(EOFError, OSError):
+                if pipe is not dead and pipe not in answers and pipe.poll(1):
+                    answers[pipe] = pipe.recv()
+        told = [f"rank {rank}:\n{answers[pipe][1]}" for rank, pipe in enumerate(pipes) if not answers.get(pipe, "1")[0]]
+        self.close()
+        return "\n".join([f"rank {pipes.index(dead)} died, exit code {process.exitcode}", *told])
 
     def close(self) -> None:
         """End the workers; the next job starts new ones."""
