@@ -102,7 +102,8 @@ def _end_with(parent: int) -> None:
 def start(path: str) -> NoReturn:
     """Run the job in the file at ``path`` as one local rank, and end this process."""
     # A signal ends a rank at once and without a word, also inside torch: the launcher has the message to give.
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:  # the launcher heeds none either: a script's background job
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
     job: dict[str, Any] = json.loads(Path(path).read_text(encoding="utf-8"))
     _end_with(job["parent"])
     # Before torch is imported, which reads them then.
