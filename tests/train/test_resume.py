@@ -161,7 +161,7 @@ def stopped_and_resumed(
     ranks, plan = first
     run = config(tokens, folder, *RUN, *plan)
     answers = pool.run(ranks, train_until, dump(run), ranks, 2)
-    assert answers == ["stopped by SIGUSR1 after 3 steps; the state is saved, run.resume goes on"] * ranks
+    assert answers == ["stopped by SIGUSR1 after 3 steps; the state is saved, plait train --resume goes on"] * ranks
     assert [row["step"] for row in read_metrics(folder / "metrics.jsonl")] == [0, 1, 2]
     assert not (folder / "weights").exists()
     with (folder / "metrics.jsonl").open("a") as lines:

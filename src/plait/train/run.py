@@ -147,8 +147,8 @@ def claim_folder(config: Config) -> Config:
     taken = [name for name in ("config.toml", "metrics.jsonl", "weights") if (folder / name).exists()]
     if config.run.dir is not None and taken and not config.run.resume:
         raise ConfigError(
-            f"run.dir = {folder} already holds a run ({taken[0]}): set run.resume=true to go on with it, name another "
-            "folder, or remove it"
+            f"run.dir = {folder} already holds a run ({taken[0]}): plait train --resume {folder} goes on with it; "
+            "else name another folder, or remove it"
         )
     try:
         folder = _new_folder(folder) if config.run.dir is None else folder

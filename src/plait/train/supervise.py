@@ -79,7 +79,8 @@ class Stop:
     @staticmethod
     def message(number: int, step: int) -> str:
         """What the run ends with."""
-        return f"stopped by {signal.Signals(number).name} after {step} steps; the state is saved, run.resume goes on"
+        name = signal.Signals(number).name
+        return f"stopped by {name} after {step} steps; the state is saved, plait train --resume goes on"
 
 
 def stop_file(folder: Path) -> Path:
