@@ -248,6 +248,7 @@ def test_405b_on_16384_devices_is_planned_in_seconds() -> None:
         ({"recompute": "some"}, "recompute: 'some' is neither"),
         ({"gather": "step", "zero": 1}, "gather=step: only zero=3"),
         ({"ep": 2}, "the model has no experts"),
+        ({"live": 8}, "live=8: only schedule=auto"),
         ({"precision": "fp8"}, "precision=fp8: A100-80GB-SXM has no such units; what works: precision=bf16"),
         ({"zero": 2, "schedule": "2bw"}, "no plan cuts this model"),
         ({"stages": (6, 6, 6, 6, 8)}, "no plan cuts this model"),

@@ -22,7 +22,7 @@ _RULES: Final[tuple[tuple[Callable[[Facts], str | None], frozenset[str]], ...]] 
     (choices.bucket, frozenset()),
     (choices.compress, frozenset()),
     (choices.virtual, frozenset({"schedule", "virtual"})),
-    (choices.live, frozenset({"schedule", "live"})),
+    (choices.live, frozenset({"live"})),
     (fitting.positions, frozenset()),
     (fitting.heads, frozenset({"tp"})),
     (fitting.kv_heads, frozenset({"tp"})),
@@ -33,7 +33,8 @@ _RULES: Final[tuple[tuple[Callable[[Facts], str | None], frozenset[str]], ...]] 
     (fitting.expert_ffn, frozenset({"expert_tp"})),
     (fitting.context, frozenset({"context"})),
 )
-"""Rules whose answer follows from the keys beside them: no value of another key mends what they refuse."""
+"""Rules whose answer follows from the keys beside them: no value of another key that is searched mends what they
+refuse."""
 
 
 def require_possible(request: Request) -> None:
