@@ -10,6 +10,7 @@ import json
 import math
 import shutil
 import statistics
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -203,18 +204,28 @@ def _parts(report: Report) -> list[RenderableType]:
     if report.events:
         parts += [Rule("what happened", align="left"), *_event_lines(report.events)]
     if report.cause is not None:
-        parts += [Rule("why it hung", align="left"), Text(report.cause)]
+        parts += [Rule("where its ranks stood at the last failure", align="left"), Text(report.cause)]
     return parts
 
 
 def _event_lines(events: Sequence[Mapping[str, Any]]) -> list[RenderableType]:
     lines: list[RenderableType] = []
     for event in events[-_EVENTS_SHOWN:]:
-        fields = {name: value for name, value in event.items() if name not in ("time", "kind")}
-        words = "  ".join(f"{name} {value}" for name, value in fields.items())
-        lines.append(Text(f"{event.get('time', '')}  {event.get('kind', '')}  {words}"))
+        fields = [(name, value) for name, value in event.items() if name not in ("time", "kind")]
+        words = "  ".join(f"{name} {value}" for name, value in fields if value not in (None, ""))
+        lines.append(Text(f"{_clock(event.get('time'))}  {event.get('kind', '')}  {words}"))
     hidden = len(events) - len(lines)
     return [Text(f"... {hidden} earlier ones in events.jsonl"), *lines] if hidden else lines
+
+
+def _clock(seconds: object) -> str:
+    """Seconds since 1970 as local date and time; anything else as it stands."""
+    if not isinstance(seconds, int | float):
+        return str(seconds or "")
+    try:
+        return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
+    except (OverflowError, OSError, ValueError):
+        return str(seconds)
 
 
 def _folded(rows: Sequence[Compared]) -> list[Compared]:
