@@ -293,12 +293,13 @@ def test_a_checkpoint_that_twice_could_not_be_loaded_is_set_aside(
 
 def test_a_signal_stops_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def stops(config: Config, rest: Mapping[str, Any]) -> None:
+        (tmp_path / "checkpoints/step-00000003").mkdir(parents=True)
         raise StoppedError("stopped by SIGTERM")
 
     with pytest.raises(StoppedError):
         supervised(monkeypatch, tmp_path, stops)
     assert StoppedError.exit_code == 6
-    assert kinds(tmp_path) == ["stopped"]
+    assert [(event.kind, event.fields["step"]) for event in read(tmp_path / "events.jsonl")] == [("stopped", 3)]
     with pytest.raises(WorkerFailed):  # ended before they could save: no failure of a rank
         supervised(monkeypatch, tmp_path, fails(rank=-1, cause="", code=143))
 

@@ -81,14 +81,20 @@ def prune(where: Path, *, keep: int, keep_every: int = 0, as_json: bool = False)
 
 def _fit(fit: catalog.Fit) -> str:
     lines = [f"would load: {len(fit.found)} tensors, {_size(sum(fit.found.values()))}"]
-    lines += [f"missing: {name}" for name in fit.missing]
-    lines += [
-        f"another shape: {name} is stored as {list(stored)}, wanted as {list(wanted)}"
-        for name, (stored, wanted) in fit.other.items()
-    ]
+    lines += _first([f"missing: {name}" for name in fit.missing])
+    lines += _first(
+        [
+            f"another shape: {name} is stored as {list(stored)}, wanted as {list(wanted)}"
+            for name, (stored, wanted) in fit.other.items()
+        ]
+    )
     if fit.left:
         lines.append(f"not wanted: {_short(list(fit.left))}")
     return "\n".join(lines)
+
+
+def _first(lines: list[str], most: int = 10) -> list[str]:
+    return lines if len(lines) <= most else [*lines[:most], f"... {len(lines) - most} more; --json has all"]
 
 
 def _short(value: object) -> str:

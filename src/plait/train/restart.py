@@ -73,6 +73,8 @@ class _Supervisor:
                 self._launch(config, size)
                 return
             except StoppedError:
+                if (newest := self._last_commit()) != self._newest:
+                    self._newest, self._restarts, self._last = newest, 0, ""
                 if not self._recalled():
                     self._log.write("stopped", {"step": self._step()})
                     raise
