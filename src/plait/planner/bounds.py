@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, final
 
@@ -19,14 +20,17 @@ import numpy as np
 from plait.core.plan import Plan
 from plait.models.config import flops_per_token
 from plait.planner import layers
-from plait.planner.activations import layer_steps
+from plait.planner.habits import habits_of
 from plait.planner.kernels import Machine, seconds
 from plait.planner.leaves import Leaf, Leaves, State
 from plait.planner.ops import Message, Op, Slice
-from plait.planner.pipes import Pipe, Pipes
+from plait.planner.parameters import parts_of, width_of
+from plait.planner.peaks import Peaks, Rows, parts_table, sizes_of
+from plait.planner.pipes import Floats, Pipe, Pipes
 from plait.planner.saved import local_of
 from plait.planner.space import (
     MODES,
+    ZEROS,
     Cell,
     Form,
     Request,
@@ -56,6 +60,32 @@ class _Sample:
     groups: Mapping[str, Group]
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Table:
+    """Of a cell, by number of pipeline ranks: microbatches, seconds of a transfer, and by ZeRO level seconds of the
+    communication of gradients and weights, and of the update."""
+
+    counts: Floats
+    hops: Floats
+    sent: Floats
+    updates: Floats
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Peak:
+    """Bytes of a cell's pipelines, at least."""
+
+    rows: Rows
+    values: Floats
+    """With all layers in one mode [pipes, modes, zeros]."""
+    least: Floats
+    """With the best mode of every layer [pipes, zeros]."""
+    over: Floats
+    """What a row lacks when it recomputes nothing [rows, zeros]."""
+    saved: Floats
+    """Of one layer and microbatch [kinds + 3, modes]."""
+
+
 @final
 class Bounds:
     """The bounds of one request."""
@@ -73,10 +103,15 @@ class Bounds:
         self._best = _best_rate(self._machine, self._precision)
         self._host = self._constant("microbatch_host")
         self._slowing = min(1.0, self._constant("contention"))
-        self._tails: dict[tuple[int, ...], float] = {}
+        self._known_tails: dict[tuple[int, ...], float] = {}
         self._modes = list(MODES) if request.fix.get("recompute") is None else [str(request.fix["recompute"])]
         self._ones: dict[Cell, _Sample] = {}
         self._pipes: Pipes | None = None
+        self._sizes = pipeline_sizes(request)
+        self._known_widths: dict[tuple[int, int], tuple[Floats, Floats, Floats]] = {}
+        # What a layer's weights take on the wire; frameworks that gather a step's weights at once are left out.
+        self._wires = np.array([self._state.wire, self._state.wire, 4.0])
+        self._plain = not habits_of(request.practice).fsdp
 
     def roughly(self, cell: Cell) -> float:
         """Seconds of every plan of ``cell``, at least: FLOPs at the best rate, of a step and of one microbatch."""
@@ -145,110 +180,214 @@ class Bounds:
         request = self.request
         each = [sum(one) for one in zip(*self._phases(typical, "none"), strict=True)]
         costs = [each[number] for number in self._numbers]
+        cuts = stage_cuts(request, costs, each[-2], each[-1])
         found: list[Pipe] = []
         for pp in pipeline_sizes(request):
             for schedule, virtual in pipelines(request.fix, pp, request.shape.num_layers):
                 looped = schedule == "interleaved" and virtual > 1
-                for cut in stage_cuts(request, pp * virtual, costs, each[-2], each[-1], looped=looped):
+                for cut in cuts(pp * virtual, looped):
                     found.append(Pipe(pp=pp, schedule=schedule, virtual=virtual, stages=cut))
         if found:
             self._pipes = Pipes(found, request.model, self._numbers, len(self._kinds) + 2)
+            self._peaks = Peaks(found, request.model, self._numbers, request.practice)
+            self._of_pipe = np.array([self._sizes.index(pipe.pp) for pipe in found])
+            self._split = np.array([pipe.split for pipe in found])
         return len(found)
 
     def leaves(self, cell: Cell, *, all_of_them: bool = False) -> Leaves:
-        """The forms of ``cell`` that may fit at some ZeRO level, or all."""
+        """The forms of ``cell`` that may fit, or all."""
         pipes = self._pipes
         assert pipes is not None, "lay() comes first"
         dps = dict(meshes(self.request, cell.tp, cell.cp))
-        of_size = {pp: self._of_size(cell, pp, dps.get(pp)) for pp in {pipe.pp for pipe in pipes.pipes}}
-        counts, hop, state, tails = np.array([of_size[pipe.pp] for pipe in pipes.pipes]).T
-        with np.errstate(invalid="ignore"):
-            kept = pipes.kept(counts, np.array([self._kept(cell, mode) for mode in self._modes]).T) * _ROUNDING
-            fits = state[:, None] + kept <= self.request.memory
+        table = self._by_size(cell, dps)
+        counts, hop = table.counts[self._of_pipe], table.hops[self._of_pipe]
+        if np.isinf(counts).all():
+            none = np.full((1, 1, 1), np.inf)
+            return Leaves(cell, pipes, dps, self._modes, bounds=none, relieved=none[:, 0], ranks=none, tails=none)
+        peak = self._peak(cell, counts, table)
+        fits = (peak.values <= self.request.memory) & (counts < np.inf)[:, None, None]
         if all_of_them:
-            fits[:] = True
-        if len(self._modes) > 1:
-            fits[:, 0] = fits.any(axis=1)  # some of its layers can be recomputed
-        if not fits.any():
+            fits[:] = (peak.values < np.inf) & (counts < np.inf)[:, None, None]
+        may = len(self._modes) > 1 and bool((peak.least <= self.request.memory).any())
+        if not may and not fits.any():
             nothing = np.full(fits.shape, np.inf)
-            return Leaves(cell, pipes, dps, self._modes, bounds=nothing, ranks=nothing, kept=kept, tails=tails)
+            return Leaves(
+                cell, pipes, dps, self._modes, bounds=nothing, relieved=nothing[:, 0], ranks=nothing, tails=nothing
+            )
         phases = [np.array(one).T for one in zip(*(self._phases(cell, mode) for mode in self._modes), strict=True)]
         with np.errstate(invalid="ignore"):
             spans, ranks = pipes.seconds(counts, phases, hop)
-            bounds = (spans + (counts * self._host)[:, None]) * _ROUNDING
-        bounds = np.where(fits & (bounds < np.inf), bounds, np.inf)
-        return Leaves(cell, pipes, dps, self._modes, bounds=bounds, ranks=ranks, kept=kept, tails=tails)
+            busiest = np.maximum.reduceat(ranks, pipes.starts, axis=0)
+            tails = self._tails(table, counts, busiest)
+            plain = spans + (counts * self._host)[:, None]
+            bounds = np.where(fits, plain[:, :, None] * _ROUNDING + tails, np.inf)
+            relieved = np.full(fits[:, 0].shape, np.inf)
+            if may:
+                relieved = self._relieved(peak, counts, plain[:, 0], ranks[:, 0], busiest[:, 0], phases) + tails[:, 0]
+        return Leaves(cell, pipes, dps, self._modes, bounds=bounds, relieved=relieved, ranks=ranks, tails=tails)
 
-    def _of_size(self, cell: Cell, pp: int, dp: int | None) -> tuple[float, float, float, float]:
-        """With ``pp`` ranks: microbatches, seconds of a transfer, least bytes of state, least seconds of a tail.
+    def _relieved(
+        self, peak: _Peak, counts: Floats, plain: Floats, ranks: Floats, busiest: Floats, phases: Sequence[Floats]
+    ) -> Floats:
+        """Seconds at least once enough layers are recomputed [pipes, zeros]; infinite where all are too few."""
+        rows, kinds = peak.rows, len(self._kinds)
+        spent = (phases[0] + phases[1] + phases[2])[:kinds]
+        saved = peak.saved
+        # Of the ways to save a byte, the cheapest: seconds a microbatch.
+        rates = [
+            (spent[kind, mode] - spent[kind, 0]) / saved[kind, mode]
+            for kind in range(kinds)
+            for mode in range(1, len(self._modes))
+            if saved[kind, mode] > 0
+        ]
+        rate = max(0.0, min(rates, default=math.inf))
+        over = np.maximum(peak.over, 0.0)
+        extra = np.where(over > 0, over / np.maximum(rows.most, 1e-9)[:, None] * rate, 0.0)
+        most = np.full((len(counts), over.shape[1]), -np.inf)
+        most[rows.pipe[rows.starts]] = np.maximum.reduceat(ranks[rows.rank][:, None] + extra, rows.starts, axis=0)
+        # A rank waits for the others' forwards and backwards, together half of a pipeline's fill and more. A split
+        # backward's weight gradients may take their place.
+        fill = plain - counts * (busiest + self._host)
+        idle = np.where(self._split, 0.0, 0.5 * np.maximum(0.0, fill))
+        later = counts[:, None] * (np.maximum(most, busiest[:, None]) + self._host) + idle[:, None]
+        fit = (peak.least <= self.request.memory) & (counts < np.inf)[:, None]
+        return np.where(fit, np.maximum(plain[:, None], later) * _ROUNDING, np.inf)
 
-        Infinite where there can be none.
+    def _by_size(self, cell: Cell, dps: Mapping[int, int]) -> _Table:
+        """What a cell's number of pipeline ranks decides; infinite counts where there can be none."""
+        request, sizes = self.request, self._sizes
+        counts, hops = np.full(len(sizes), np.inf), np.zeros(len(sizes))
+        sent, updates = np.full((len(sizes), len(ZEROS)), np.inf), np.full((len(sizes), len(ZEROS)), np.inf)
+        cut = self.slice(cell)
+        size = cut.width * cut.tokens * request.model.hidden_size / cell.tp
+        for place, pp in enumerate(sizes):
+            dp = dps.get(pp)
+            experts = cell.ep * cell.etp
+            if dp is None or request.global_batch % (cell.micro * dp) or dp * cell.cp * cell.tp % experts:
+                continue
+            counts[place] = request.global_batch // (cell.micro * dp)
+            if pp > 1:
+                hops[place] = collective(self._machine, "p2p", size, Group(size=pp, stride=dp * cell.cp * cell.tp))
+            for zero in zeros(request.fix, dp * cell.cp):
+                sent[place, zero], updates[place, zero] = self._updates(cell, pp, dp, zero)
+        return _Table(counts=counts, hops=hops, sent=sent, updates=updates)
+
+    def _tails(self, table: _Table, counts: Floats, busiest: Floats) -> Floats:
+        """Seconds that gradients, weights and the optimizer of a rank add, at least [pipes, modes, zeros].
+
+        A mean rank's: no more than the slowest one's. Communication that compute hides still slows it; what is longer
+        than the work it may hide under is not hidden.
         """
-        request = self.request
-        if dp is None or request.global_batch % (cell.micro * dp) or dp * cell.cp * cell.tp % (cell.ep * cell.etp):
-            return math.inf, 0.0, math.inf, 0.0
-        hop = 0.0
-        if pp > 1:
-            cut = self.slice(cell)
-            size = cut.width * cut.tokens * request.model.hidden_size / cell.tp
-            hop = collective(self._machine, "p2p", size, Group(size=pp, stride=dp * cell.cp * cell.tp))
-        least = min(self._state.bytes(cell, pp, dp, zero) for zero in zeros(request.fix, dp * cell.cp))
-        return float(request.global_batch // (cell.micro * dp)), hop, least, self._least_tail(cell, pp, dp)
+        sent, update = table.sent[self._of_pipe][:, None], table.updates[self._of_pipe][:, None]
+        third = np.array([zero == 3 for zero in ZEROS])
+        usable = [min(1.0, self._constant("prefetch_share" if one else "hidden_share")) for one in third]
+        hidden = np.array(usable) * (1.0 - self._slowing) * busiest[:, :, None]
+        times = np.where(third, counts[:, None], 1.0)[:, None]
+        return np.asarray((times * np.maximum(sent * self._slowing, sent - hidden) + update) * _ROUNDING)
 
-    def _kept(self, cell: Cell, mode: str) -> list[float]:
-        """Bytes that a microbatch keeps in each kind of layer; the ends are not counted."""
+    def _peak(self, cell: Cell, counts: Floats, table: _Table) -> _Peak:
+        """Bytes of every pipeline's telling ranks, at least."""
         request, plan = self.request, self._plan(cell)
         at = local_of(request.model, plan, request.seq, request.topology.device.kind == "cpu")
-        known = mode if mode in MODES else "full"  # ranges of layers: no less than that
-        first = [self._numbers.index(number) for number in range(len(self._kinds))]
-        steps = [layer_steps(request.model, plan, request.practice, at, layer, known) for layer in first]
-        return [*(sum(step.keeps for step in one) for one in steps), 0.0, 0.0]
+        firsts = tuple(self._numbers.index(number) for number in range(len(self._kinds)))
+        known = [mode if mode in MODES else "full" for mode in self._modes]  # ranges of layers: no less than that
+        sizes = [sizes_of(request.model, plan, request.practice, at, firsts, mode) for mode in known]
+        rows = self._peaks.rows(counts)
+        keeps = rows.kept @ np.array([one.keeps for one in sizes]).T
+        keeps += rows.waiting @ np.array([one.waits for one in sizes]).T
+        work = np.array([one.work for one in sizes])[:, rows.work].T
+        held = self._held(cell, rows, table)
+        limit = request.memory / _ROUNDING
+        values = np.full((len(counts), len(sizes), len(ZEROS)), np.inf)
+        least = np.full((len(counts), len(ZEROS)), np.inf)
+        which = rows.pipe[rows.starts]
+        values[which] = np.maximum.reduceat((keeps + work)[:, :, None] + held[:, None], rows.starts, axis=0) * _ROUNDING
+        lowest = work.min(axis=1)[:, None] + held
+        least[which] = np.maximum.reduceat(keeps.min(axis=1)[:, None] + lowest, rows.starts, axis=0) * _ROUNDING
+        one = np.array([size.keeps for size in sizes]).T
+        return _Peak(rows=rows, values=values, least=least, over=keeps[:, :1] + lowest - limit, saved=one[:, :1] - one)
+
+    def _held(self, cell: Cell, rows: Rows, table: _Table) -> Floats:
+        """State, and what comes and goes with ZeRO 2 and 3 [rows, zeros]; infinite where a level makes no sense."""
+        parts = self._parts(cell)
+        width, unit, bias = self._widths(cell)
+        units = parts[rows.units]
+        whole = units[:, :2].sum(axis=1)
+        grads = units[:, 2:].sum(axis=1)
+        grads[:, 2] -= grads[:, 3]
+        place = self._of_pipe[rows.pipe]
+        elements = rows.held @ self._per_part(parts)
+        state = np.einsum("rk,rzk->rz", elements[:, :3], width[place]) - elements[:, 3:] * bias[place]
+        if self._plain:
+            coming = np.einsum("rk,rzk->rz", whole[:, :3], unit[place] * self._wires)
+            coming *= np.array([zero == 3 for zero in ZEROS])
+            more = np.einsum("rk,rzk->rz", grads[:, :3], unit[place] * 4.0)
+            state += coming + more * np.array([zero >= 2 for zero in ZEROS])
+        return np.where(np.isinf(table.sent[place]), np.inf, state)
+
+    def _per_part(self, parts: Floats) -> Floats:
+        """Elements of each kind of layer, the embedding, the tail, a tied embedding."""
+        layers = [parts[2 if experts else 1] for experts, _ in self._kinds]
+        return np.array([*layers, parts[0], parts[3], parts[4]])
+
+    def _parts(self, cell: Cell) -> Floats:
+        return parts_table(parts_of(self.request.model, self._plan(cell)))
+
+    def _widths(self, cell: Cell) -> tuple[Floats, Floats, Floats]:
+        """Bytes of state a parameter (dense, expert, router), whether several ranks share it, and bytes that a router's
+        bias has not: [pipeline sizes, zeros, 3], the same, [pipeline sizes, zeros]."""
+        experts = cell.ep * cell.etp
+        if (cell.tp, experts) not in self._known_widths:
+            practice, precision = self.request.practice, self._precision
+            of = (practice.weight_bytes, practice.grad_bytes, practice.optimizer_bytes)
+            fsdp, own, group = (
+                habits_of(practice).fsdp,
+                4 if precision == "fp32" else 2,
+                self.request.fix.get("zero_group"),
+            )
+            width, unit = np.zeros((len(self._sizes), len(ZEROS), 3)), np.zeros((len(self._sizes), len(ZEROS), 3))
+            bias = np.zeros(width.shape[:2])
+            for place, zero in itertools.product(range(len(self._sizes)), ZEROS):
+                ranks = self.request.world_size // self._sizes[place]
+                shares = [1 if zero == 0 else max(1, ranks // cuts) for cuts in (cell.tp, experts)]
+                if group is not None:
+                    shares = [math.gcd(int(str(group)), share) for share in shares]
+                for kind, (share, bytes_) in enumerate(zip((*shares, shares[0]), (own, own, 4), strict=True)):
+                    one = width_of(bytes_, share, 1, zero, of, fsdp)
+                    width[place, zero, kind] = one.weights + one.gradients + one.optimizer
+                    unit[place, zero, kind] = one.gradients < (4.0 if of[1] is None else of[1])
+                    if kind == 2:
+                        bias[place, zero] = one.gradients + one.optimizer
+            self._known_widths[cell.tp, experts] = width, unit, bias
+        return self._known_widths[cell.tp, experts]
 
     def state_of(self, cell: Cell, pp: int, dp: int, zero: int) -> float:
         """Bytes of state of a mean rank."""
         return self._state.bytes(cell, pp, dp, zero)
 
-    def excess(self, leaf: Leaf, zero: int) -> float:
-        """Bytes that the first rank lacks, at least; 0 or less where it may fit."""
-        return self._state.bytes(leaf.cell, leaf.pipe.pp, leaf.dp, zero) + leaf.kept - self.request.memory
-
-    def relieved(self, leaf: Leaf, zero: int) -> float:
-        """Seconds at least of the leaf once enough layers of its first rank are recomputed; infinite: none are."""
-        over = max(0.0, self.excess(leaf, zero))
-        ways = [over / saved * spent for saved, spent in leaf.relief if saved >= over and saved > 0]
-        return self.recomputed(leaf, {0: min(ways)}) if ways else math.inf
+    def peak(self, leaf: Leaf) -> float:
+        """Bytes that the leaf's form fills on its fullest rank, at least."""
+        cell = leaf.cell
+        table = self._by_size(cell, dict(meshes(self.request, cell.tp, cell.cp)))
+        assert self._pipes is not None, "lay() comes first"
+        values = self._peak(cell, table.counts[self._of_pipe], table).values
+        return float(values[self._pipes.pipes.index(leaf.pipe), self._modes.index(leaf.recompute), leaf.zero])
 
     def recomputed(self, leaf: Leaf, extra: Mapping[int, float]) -> float:
         """Seconds at least of the leaf when ranks recompute for so many seconds a microbatch."""
         times = self.request.global_batch // (leaf.cell.micro * leaf.dp)
         busiest = max(leaf.ranks[rank] + max(0.0, more) for rank, more in extra.items())
-        # A rank waits for the others' forwards and backwards, together half of a pipeline's fill and more. A split
-        # backward's weight gradients may take their place.
-        fill = leaf.bound - times * (leaf.ranks.max() + self._host)
-        idle = 0.0 if leaf.pipe.split else 0.5 * max(0.0, fill)
-        return max(leaf.bound, float(times * (busiest + self._host) + idle) * _ROUNDING)
-
-    def tail(self, leaf: Leaf, zero: int) -> float:
-        """Seconds that gradients, weights and the optimizer of a rank add to the pipeline's, at least.
-
-        A mean rank's: no more than the slowest one's. Communication that compute hides still slows it; what is longer
-        than the work it may hide under is not hidden.
-        """
-        sent, update = self._updates(leaf.cell, leaf.pipe.pp, leaf.dp, zero)
-        times = 1 if zero < 3 else self.request.global_batch // (leaf.cell.micro * leaf.dp)
-        usable = min(1.0, self._constant("prefetch_share" if zero == 3 else "hidden_share"))
-        shown = sent - usable * (1.0 - self._slowing) * float(leaf.ranks.max())
-        return (times * max(sent * self._slowing, shown) + update) * _ROUNDING
+        return max(leaf.bound, float(times * (busiest + self._host) * _ROUNDING) + leaf.tail)
 
     def _least_tail(self, cell: Cell, pp: int, dp: int) -> float:
         """The same at the best ZeRO level, when all of it is hidden in one microbatch."""
         key = (cell.tp, cell.cp, cell.ep, cell.etp, pp)
         if dp * cell.cp * cell.tp % (cell.ep * cell.etp):
             return math.inf  # experts do not fold out of these ranks
-        if key not in self._tails:
+        if key not in self._known_tails:
             pairs = [self._updates(cell, pp, dp, zero) for zero in zeros(self.request.fix, dp * cell.cp)]
-            self._tails[key] = min(sent * self._slowing + update for sent, update in pairs) * _ROUNDING
-        return self._tails[key]
+            self._known_tails[key] = min(sent * self._slowing + update for sent, update in pairs) * _ROUNDING
+        return self._known_tails[key]
 
     def _updates(self, cell: Cell, pp: int, dp: int, zero: int) -> tuple[float, float]:
         """Seconds of a mean rank: communication of gradients and weights, once each, and the optimizer."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import lru_cache
 
 from plait.core.events import Event
@@ -54,7 +55,10 @@ def predict(job: Job, table: Table = DEFAULT) -> Prediction:
     m = max(1, job.microbatches)
     cut = slice_of(job)
     stages = stages_of(machine, cut, plan)
-    paced = [pace_of(machine, stage, practice, m) for stage in stages]
+    # Equal stages are the same object: each is looked at once.
+    different = {id(stage): stage for stage in stages}
+    paces = {key: pace_of(machine, stage, practice, m) for key, stage in different.items()}
+    paced = [paces[id(stage)] for stage in stages]
     hop = _transfer(machine, job)
     host = machine.table.of("microbatch_host", machine.family)
     pipe = Pipeline(
@@ -71,14 +75,20 @@ def predict(job: Job, table: Table = DEFAULT) -> Prediction:
     ranks: list[RankTime] = []
     longest = 0.0
     sums = pipe.rank_sums()
+    other = machine.table.of("step_host", machine.family) + host * m
+    known: dict[tuple[int, ...], tuple[float, RankTime]] = {}
     for rank in range(plan.pp):
         held = pipe.stages_of(rank)
-        data = updates(machine, job, [stages[s] for s in held], [paced[s] for s in held])
-        other = machine.table.of("step_host", machine.family) + host * m
-        tail = data.grads.added + data.weights.added + data.optimizer + other
+        key = tuple(id(stages[s]) for s in held)
+        if key not in known:
+            mine = [stages[s] for s in held]
+            data = updates(machine, job, mine, [paced[s] for s in held])
+            tail = data.grads.added + data.weights.added + data.optimizer + other
+            moved = (2 * hop * m * len(held), pipe.blocking)
+            known[key] = tail, _rank(rank, mine, sums[rank], m, span, data, moved, other)
+        tail, one = known[key]
         longest = max(longest, tail)
-        moved = 2 * hop * m * len(held)
-        ranks.append(_rank(rank, [stages[s] for s in held], sums[rank], m, span, data, (moved, pipe.blocking), other))
+        ranks.append(one if one.pp == rank else replace(one, pp=rank))
     step = span + longest
     return _prediction(job, machine, stages, step, ranks)
 

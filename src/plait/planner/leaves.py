@@ -12,26 +12,30 @@ import numpy as np
 
 from plait.models.config import ModelConfig, parameter_shapes
 from plait.planner.pipes import Floats, Pipe, Pipes
-from plait.planner.space import Cell, Form, Request
+from plait.planner.space import ZEROS, Cell, Form, Request
 
 
 @dataclass(frozen=True, kw_only=True)
 class Leaf:
-    """A form without its ZeRO level, and the seconds that its pipeline takes at least."""
+    """A form, and the seconds that it takes at least."""
 
     bound: float
     cell: Cell
     pipe: Pipe
     dp: int
     recompute: str
+    zero: int
+    fit: bool
+    """Not the form itself, but the one that recomputes as many of its layers as it takes to fit."""
     ranks: Floats
     """Seconds of each pipeline rank for one microbatch, at least."""
-    kept: float
-    """Bytes of activations on the first rank, at least."""
-    relief: tuple[tuple[float, float], ...]
-    """What recomputing all of the first rank's layers saves (bytes) and costs (seconds a microbatch), mode by mode."""
+    relieved: float
+    """The bound of what ``fit`` means; infinite where nothing fits, or layers' recomputation is given."""
+    tail: float
+    """What follows the pipeline, in all these bounds."""
 
-    def form(self, zero: int) -> Form:
+    @property
+    def form(self) -> Form:
         pipe = self.pipe
         return Form(
             pp=pipe.pp,
@@ -40,55 +44,63 @@ class Leaf:
             virtual=pipe.virtual,
             stages=pipe.stages,
             recompute=self.recompute,
-            zero=zero,
+            zero=self.zero,
         )
 
 
 @final
 class Leaves:
-    """The forms of a cell in the order of their bounds, made one by one."""
+    """The forms of a cell in the order of their bounds, made one by one.
+
+    ``bounds`` and ``tails`` are [pipes, modes, zeros], ``relieved`` [pipes, zeros], ``ranks`` [ranks, modes]; infinite
+    bounds are no forms.
+    """
 
     def __init__(self, cell: Cell, pipes: Pipes, dps: dict[int, int], modes: Sequence[str], **of: Floats) -> None:
         self._cell, self._pipes, self._dps, self._modes, self._of = cell, pipes, dps, modes, of
-        # With the least that any ZeRO level adds; a leaf's own bound is without.
-        self._sums = bounds = of["bounds"] + of["tails"][:, None]
-        entries, numbers = np.nonzero(bounds < np.inf)
-        order = np.argsort(bounds[entries, numbers], kind="stable")
-        self._places = np.stack([entries[order], numbers[order]], axis=1)
+        bounds, relieved = of["bounds"], of["relieved"]
+        # Where nothing fits as it is, what fits is the first mode with some layers recomputed: one mode more.
+        more = np.where(np.isinf(bounds[:, 0]), relieved, np.inf)
+        self._every = np.concatenate([bounds, more[:, None]], axis=1)
+        places = np.nonzero(self._every.ravel() < np.inf)[0]
+        self._places = places[np.argsort(self._every.ravel()[places], kind="stable")]
 
     def __len__(self) -> int:
         return len(self._places)
 
     def bound(self, place: int) -> float:
-        """Seconds of the leaf at ``place`` at any ZeRO level, at least."""
-        return float(self._sums[tuple(self._places[place])])
+        """Seconds of the leaf at ``place``, at least."""
+        return float(self._every.ravel()[self._places[place]])
+
+    def _at(self, place: int) -> tuple[int, int, int]:
+        entry, mode, zero = np.unravel_index(self._places[place], self._every.shape)
+        return int(entry), int(mode), int(zero)
 
     def has(self, place: int, wanted: Mapping[str, object]) -> bool:
-        """Whether the leaf at ``place`` has these values of a plan (``zero`` is open)."""
-        entry, mode = self._places[place].tolist()
-        here = {**dataclasses.asdict(self._pipes.pipes[entry]), "recompute": self._modes[mode]}
-        return all(here[name] == value for name, value in wanted.items() if name != "zero")
+        """Whether the leaf at ``place`` is a form as it is, with these values of a plan."""
+        entry, mode, zero = self._at(place)
+        if mode == len(self._modes):
+            return False
+        here = {**dataclasses.asdict(self._pipes.pipes[entry]), "recompute": self._modes[mode], "zero": ZEROS[zero]}
+        return all(here[name] == value for name, value in wanted.items())
 
     def leaf(self, place: int) -> Leaf:
         """The leaf at ``place``."""
-        entry, mode = self._places[place].tolist()
-        of = self._of
-        rows = self._pipes.rows(entry)
-        relief: tuple[tuple[float, float], ...] = ()
-        if len(self._modes) > 1 and mode == 0:
-            first = of["ranks"][rows.start]
-            saved, spent = of["kept"][entry, 0] - of["kept"][entry, 1:], first[1:] - first[0]
-            relief = tuple(zip(saved.tolist(), spent.tolist(), strict=True))
-        pipe = self._pipes.pipes[entry]
+        entry, mode, zero = self._at(place)
+        of, pipe = self._of, self._pipes.pipes[entry]
+        fit = mode == len(self._modes)
+        mode = 0 if fit else mode
         return Leaf(
-            bound=float(of["bounds"][entry, mode]),
+            bound=self.bound(place),
             cell=self._cell,
             pipe=pipe,
             dp=self._dps[pipe.pp],
             recompute=self._modes[mode],
-            ranks=of["ranks"][rows, mode],
-            kept=float(of["kept"][entry, mode]),
-            relief=relief,
+            zero=ZEROS[zero],
+            fit=fit,
+            ranks=of["ranks"][self._pipes.rows(entry), mode],
+            relieved=float(of["relieved"][entry, zero]) if mode == 0 else math.inf,
+            tail=float(of["tails"][entry, mode, zero]),
         )
 
 

@@ -6,11 +6,13 @@ gradient waits (between B and W, where the backward is split), and the action th
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from plait.core.plan import Plan
 from plait.parallel.layout import build_schedule
@@ -34,6 +36,19 @@ class Moment:
     """Microbatches between B and W."""
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Table:
+    """Moments of a rank, one a row; one column for each of its stages."""
+
+    live: NDArray[np.float64]
+    waiting: NDArray[np.float64]
+    place: NDArray[np.int64]
+    """Column of the stage of the action that begins."""
+    backward: NDArray[np.bool_]
+    of: Mapping[str, NDArray[np.int64]]
+    """Rows by kind of action."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Live:
     """The fullest moments of one rank, none of which another of the same kind and stage covers."""
@@ -43,6 +58,18 @@ class Live:
     moments: tuple[Moment, ...]
     split: bool
     """Whether backwards are split."""
+
+    @cached_property
+    def table(self) -> Table:
+        """The moments as arrays."""
+        kinds = list(dict.fromkeys(moment.kind for moment in self.moments))
+        return Table(
+            live=np.array([moment.live for moment in self.moments], dtype=np.float64),
+            waiting=np.array([moment.waiting for moment in self.moments], dtype=np.float64),
+            place=np.array([self.stages.index(moment.stage) for moment in self.moments]),
+            backward=np.array([moment.kind == "B" for moment in self.moments]),
+            of={kind: np.array([n for n, one in enumerate(self.moments) if one.kind == kind]) for kind in kinds},
+        )
 
 
 def live_of(plan: Plan, microbatches: int, rank: int) -> Live:
@@ -69,7 +96,7 @@ def _named(name: str, ranks: int, microbatches: int, virtual: int, rank: int) ->
     return _walk(_lists(name, ranks, microbatches, virtual), rank)
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=128)
 def _lists(name: str, ranks: int, microbatches: int, virtual: int) -> Lists:
     return make_lists(name, ranks=ranks, microbatches=microbatches, virtual=virtual)
 
@@ -137,11 +164,12 @@ def _uncovered(table: np.ndarray, places: np.ndarray) -> list[int]:
     for column in table.T:
         key = key * (float(column.max()) + 1) + column
     rows, first = np.unique(table, axis=0, return_index=True) if key.max() >= 2**53 else _distinct(table, key)
-    order = np.argsort(-rows.sum(axis=1), kind="stable")
+    left = np.argsort(-rows.sum(axis=1), kind="stable")
     kept: list[int] = []
-    for index in order.tolist():
-        if not (rows[kept] >= rows[index]).all(axis=1).any():
-            kept.append(index)
+    while len(left):
+        # The largest sum is covered by no other row; what it covers is gone.
+        kept.append(int(left[0]))
+        left = left[(rows[left] > rows[left[0]]).any(axis=1)]
     return [int(places[first[index]]) for index in kept]
 
 

@@ -11,7 +11,7 @@ from plait.core.plan import Plan
 from plait.planner.bounds import Bounds
 from plait.planner.cost import predict
 from plait.planner.memory import memory
-from plait.planner.space import MODES, SCHEDULES, ZEROS, Cell, Request, legal, pipeline_sizes, plan_of, zeros
+from plait.planner.space import MODES, SCHEDULES, ZEROS, Cell, Request, legal, pipeline_sizes, plan_of
 from plait.planner.why import Candidate, Loser, reason
 
 _CELLS, _FORMS, _TRIES = 6, 4, 6
@@ -85,15 +85,12 @@ class Losers:
         for cell in likely:
             # Where memory allows no form of a cell, one of them still says by how much.
             leaves = self._bounds.leaves(cell)
-            leaves = leaves if len(leaves) else self._bounds.leaves(cell, all_of_them=True)
+            if not any(leaves.has(place, wanted) for place in range(len(leaves))):
+                leaves = self._bounds.leaves(cell, all_of_them=True)
             places = (place for place in range(len(leaves)) if leaves.has(place, wanted))
             for place in itertools.islice(places, _FORMS):
                 leaf = leaves.leaf(place)
-                levels = zeros(self._request.fix, leaf.dp * cell.cp)
-                levels = [zero for zero in levels if self._bounds.excess(leaf, zero) <= 0] or levels[-1:]
-                for zero in [wanted["zero"]] if "zero" in wanted else levels:
-                    bound = leaf.bound + self._bounds.tail(leaf, zero)
-                    plans.append((bound, len(plans), plan_of(self._request, cell, leaf.form(zero))))
+                plans.append((leaf.bound, len(plans), plan_of(self._request, cell, leaf.form)))
         tried: list[Candidate] = []
         for _, _, plan in heapq.nsmallest(_TRIES, plans):
             if legal(self._request, plan):

@@ -7,18 +7,20 @@ device hold beside.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import final
+
+import numpy as np
 
 from plait.core.plan import Plan
-from plait.models.config import ModelConfig
 from plait.parallel.layout import stage_bounds, stage_layers
 from plait.planner.job import Job
-from plait.planner.live import Live, Moment, filled, live_of
+from plait.planner.live import Live, filled, live_of
 from plait.planner.parameters import elements, parts_of, stage_parts, state_bytes
 from plait.planner.passing import Passing, optimizer_work, passing, reserve, standing
-from plait.planner.saved import Local, cpu_of, local_of
+from plait.planner.saved import cpu_of, local_of
 from plait.planner.stage_memory import StageMemory, stage_memory
 
 
@@ -65,127 +67,167 @@ class MemoryReport:
 
 def memory(job: Job) -> MemoryReport:
     """What every pipeline rank of ``job`` holds at its fullest."""
-    return MemoryReport(ranks=tuple(rank_memory(job, pp) for pp in range(job.plan.pp)))
+    return Ranks(job).report()
 
 
 def rank_memory(job: Job, pp: int) -> RankMemory:
     """What pipeline rank ``pp`` of ``job`` holds at its fullest."""
-    bounds = stage_bounds(_layers(job.model, job.plan))
-    limit = job.practice.live_limit
-    live = live_of(job.plan, job.microbatches, pp) if limit is None else filled(min(limit, job.microbatches), pp)
-    return _rank(job, pp, live, bounds)
-
-
-@lru_cache(maxsize=1024)
-def _layers(model: ModelConfig, plan: Plan) -> tuple[int, ...]:
-    return stage_layers(model, plan)
-
-
-def _rank(job: Job, pp: int, live: Live, bounds: tuple[tuple[int, int], ...]) -> RankMemory:
-    model, plan, count = job.model, job.plan, len(bounds)
-    at = local_of(model, plan, job.seq, cpu_of(job))
-    mine = live.stages
-    bare = _bare(plan)
-    stages = {index: _stage(job, bare, at, bounds[index], index, count) for index in mine}
-    parts = parts_of(model, bare)
-    held = [stage_parts(model, *bounds[index], count, index) for index in mine]
-    both: dict[str, int] = {}
-    for one in held:
-        for part, number in one.items():
-            both[part] = both.get(part, 0) + number
-    if "embed" in both:
-        both.pop("tied", None)  # one rank has both ends: the tensor is there once
-    if count - 1 in mine and job.practice.mtp_layers:
-        kind = "dense" if model.moe_of(model.num_layers - 1) is None else "moe"
-        both[kind] = both.get(kind, 0) + job.practice.mtp_layers
-    weights, gradients, optimizer = state_bytes(job, elements(parts, both))
-    coming = {index: passing(job, parts, stage) for index, stage in zip(mine, held, strict=True)}
-    base = weights + gradients + optimizer + standing(job, parts, both)
-    batches = 16.0 * job.microbatches * at.rows
-    return _fullest(
-        job,
-        pp,
-        live.moments,
-        stages,
-        state=(weights, gradients, optimizer),
-        base=base + batches,
-        coming=coming,
-        finishing=base + optimizer_work(job, elements(parts, both)),
-        split=live.split,
-    )
-
-
-def _stage(job: Job, bare: Plan, at: Local, bounds: tuple[int, int], index: int, count: int) -> StageMemory:
-    """`stage_memory`, in words that equal stages share: of ZeRO and of the place in the middle it knows nothing."""
-    model, (first, stop) = job.model, bounds
-    alone = _alone(bare)
-    if model.moe is None and model.window_from == 0 and ":" not in alone.recompute:
-        first, stop = 0, stop - first
-        if 0 < index < count - 1:
-            index, count = 1, 3
-    return stage_memory(model, alone, job.practice, at, first, stop, index, count)
+    return Ranks(job).of(pp)
 
 
 @lru_cache(maxsize=4096)
 def _alone(plan: Plan) -> Plan:
-    return replace(plan, zero=0, zero_group=None, gather="use")
-
-
-@lru_cache(maxsize=4096)
-def _bare(plan: Plan) -> Plan:
     """The plan without what decides no bytes of a stage, so that plans share what was computed."""
-    return replace(plan, schedule="1f1b", virtual=1, stages=None, live=None, node=None, compress="none", bucket_mb=25.0)
+    return replace(
+        plan,
+        schedule="1f1b",
+        virtual=1,
+        stages=None,
+        live=None,
+        node=None,
+        compress="none",
+        bucket_mb=25.0,
+        zero=0,
+        zero_group=None,
+        gather="use",
+        pp=1,
+        dp=None,
+    )
+
+
+@final
+class Ranks:
+    """The pipeline ranks of one job, which share what they have in common."""
+
+    def __init__(self, job: Job) -> None:
+        model, plan = job.model, job.plan
+        self._job = job
+        self._bounds = stage_bounds(stage_layers(model, plan))
+        self._alone = _alone(plan)
+        self._at = local_of(model, self._alone, job.seq, cpu_of(job))
+        self._parts = parts_of(model, plan)
+        # Equal stages are the same in the middle: of their place in the model they know nothing.
+        self._alike = model.moe is None and model.window_from == 0 and ":" not in plan.recompute
+        self._stages: dict[tuple[int, int, int, int], StageMemory] = {}
+        self._comings: dict[tuple[tuple[str, int], ...], Passing] = {}
+        self._states: dict[tuple[tuple[str, int], ...], _State] = {}
+
+    def of(self, pp: int) -> RankMemory:
+        """Pipeline rank ``pp`` at its fullest."""
+        job = self._job
+        limit = job.practice.live_limit
+        live = live_of(job.plan, job.microbatches, pp) if limit is None else filled(min(limit, job.microbatches), pp)
+        count = len(self._bounds)
+        held = [stage_parts(job.model, *self._bounds[index], count, index) for index in live.stages]
+        stages = [self._stage(index) for index in live.stages]
+        return _fullest(job, pp, live, stages, self._state(held), [self._coming(one) for one in held])
+
+    def report(self) -> MemoryReport:
+        """Every pipeline rank."""
+        return MemoryReport(ranks=tuple(self.of(pp) for pp in range(self._job.plan.pp)))
+
+    def _stage(self, index: int) -> StageMemory:
+        count = len(self._bounds)
+        first, stop = self._bounds[index]
+        if self._alike:
+            first, stop = 0, stop - first
+            if 0 < index < count - 1:
+                index, count = 1, 3
+        key = (first, stop, index, count)
+        if key not in self._stages:
+            job = self._job
+            self._stages[key] = stage_memory(job.model, self._alone, job.practice, self._at, *key)
+        return self._stages[key]
+
+    def _coming(self, held: Mapping[str, int]) -> Passing:
+        key = tuple(held.items())
+        if key not in self._comings:
+            self._comings[key] = passing(self._job, self._parts, held)
+        return self._comings[key]
+
+    def _state(self, held: Sequence[Mapping[str, int]]) -> _State:
+        job = self._job
+        both: dict[str, int] = {}
+        for one in held:
+            for part, number in one.items():
+                both[part] = both.get(part, 0) + number
+        if "embed" in both:
+            both.pop("tied", None)  # one rank has both ends: the tensor is there once
+        if "tail" in both and job.practice.mtp_layers:
+            kind = "dense" if job.model.moe_of(job.model.num_layers - 1) is None else "moe"
+            both[kind] = both.get(kind, 0) + job.practice.mtp_layers
+        key = tuple(both.items())
+        if key not in self._states:
+            every = elements(self._parts, both)
+            weights, gradients, optimizer = state_bytes(job, every)
+            base = weights + gradients + optimizer + standing(job, self._parts, both)
+            self._states[key] = _State(
+                own=(weights, gradients, optimizer),
+                base=base + 16.0 * job.microbatches * self._at.rows,
+                finishing=base + optimizer_work(job, every),
+            )
+        return self._states[key]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _State:
+    """What stays on a rank."""
+
+    own: tuple[float, float, float]
+    """Weights, gradients, optimizer state."""
+    base: float
+    """While microbatches run: with the framework's buffers and the batches."""
+    finishing: float
+    """While the optimizer runs."""
 
 
 def _fullest(
-    job: Job,
-    pp: int,
-    moments: tuple[Moment, ...],
-    stages: Mapping[int, StageMemory],
-    *,
-    state: tuple[float, float, float],
-    base: float,
-    coming: Mapping[int, Passing],
-    finishing: float,
-    split: bool,
+    job: Job, pp: int, live: Live, stages: Sequence[StageMemory], state: _State, coming: Sequence[Passing]
 ) -> RankMemory:
-    """The rank at its fullest moment. ``base``: what stays; ``coming``: by stage; ``finishing``: the optimizer."""
-    mine = sorted(stages)
-    at: dict[str, tuple[float, Moment]] = {}
-    for moment in moments:
-        stage = stages[moment.stage]
-        kept = sum(stages[index].keeps * n for index, n in zip(mine, moment.live, strict=True))
-        if job.practice.offload:
-            kept = stage.keeps if moment.kind == "B" else 0.0  # the host has what the others keep
-        kept += sum(stages[index].waits * n for index, n in zip(mine, moment.waiting, strict=True))
-        held = kept + _work(stage, coming[moment.stage], moment.kind, split=split)
-        if moment.kind not in at or held > at[moment.kind][0]:
-            at[moment.kind] = held, moment
+    """The rank at its fullest moment; ``stages`` and ``coming`` are of ``live.stages``."""
+    table = live.table
+    keeps, waits = (np.array([getattr(stage, name) for stage in stages]) for name in ("keeps", "waits"))
+    kept = table.live @ keeps
+    if job.practice.offload:
+        kept = np.where(table.backward, keeps[table.place], 0.0)  # the host has what the others keep
+    work = {
+        kind: np.array([_work(stage, one, kind, split=live.split) for stage, one in zip(stages, coming, strict=True)])
+        for kind in table.of
+    }
+    held = kept + table.waiting @ waits
+    at: dict[str, tuple[float, int]] = {}
+    for kind, places in table.of.items():
+        sums = held[places] + work[kind][table.place[places]]
+        most = int(sums.argmax())
+        at[kind] = float(sums[most]), int(places[most])
     words = {"F": "forward", "B": "backward", "W": "weight gradient"}
-    rows = [(f"{words[kind]} of microbatch {moment.microbatch}", base + held) for kind, (held, moment) in at.items()]
-    rows.append(("optimizer", finishing))
-    _, fullest = max(at.values(), key=lambda row: row[0])
+    rows = [
+        (f"{words[kind]} of microbatch {live.moments[place].microbatch}", state.base + size)
+        for kind, (size, place) in at.items()
+    ]
+    rows.append(("optimizer", state.finishing))
+    fullest = live.moments[max(at.values(), key=lambda row: row[0])[1]]
     kinds: dict[str, float] = {}
-    for index, n in zip(mine, fullest.live, strict=True):
+    for index, stage, n in zip(live.stages, stages, fullest.live, strict=True):
         # The forward under way is about to keep as much as the others.
         n += 1 if fullest.kind == "F" and index == fullest.stage else 0
-        for kind, size in stages[index].kinds.items():
+        for kind, size in stage.kinds.items():
             kinds[kind] = kinds.get(kind, 0.0) + size * n
-    waiting = sum(stages[index].waits * n for index, n in zip(mine, fullest.waiting, strict=True))
+    waiting = sum(stage.waits * n for stage, n in zip(stages, fullest.waiting, strict=True))
     if waiting:
         kinds["weight gradients to come"] = waiting
     peak = max(size for _, size in rows)
-    extra = reserve(job, max(stage.turns for stage in stages.values()))
+    extra = reserve(job, max(stage.turns for stage in stages))
     logits = kinds.get("logits", 0.0)
     activations = sum(kinds.values()) - logits
     return RankMemory(
         pp=pp,
-        weights=state[0],
-        gradients=state[1],
-        optimizer=state[2],
+        weights=state.own[0],
+        gradients=state.own[1],
+        optimizer=state.own[2],
         activations=activations,
         logits=logits,
-        buffers=max(0.0, peak - sum(state) - activations - logits),
+        buffers=max(0.0, peak - sum(state.own) - activations - logits),
         reserve=extra,
         peak=peak + extra,
         moments=tuple((what, size + extra) for what, size in rows),

@@ -40,12 +40,17 @@ class Part:
         return self.dense + self.expert + self.router
 
 
-@lru_cache(maxsize=1024)
 def parts_of(model: ModelConfig, plan: Plan) -> Mapping[str, Part]:
     """``embed``, ``tail`` (last norm, untied head), ``tied`` (what a last stage holds of a tied embedding), ``dense``
     and ``moe`` (one layer of each kind), for ``plan`` with its dp set."""
-    assert plan.dp is not None
-    mesh = plan.mesh(plan.tp * plan.pp * plan.cp * plan.dp)
+    return _parts(model, plan.tp, plan.ep, plan.etp)
+
+
+@lru_cache(maxsize=1024)
+def _parts(model: ModelConfig, tp: int, ep: int, etp: int) -> Mapping[str, Part]:
+    """Whatever the other axes: as many data ranks as experts fold out of."""
+    plan = Plan(tp=tp, dp=ep * etp // math.gcd(ep * etp, tp), ep=ep, expert_tp=etp)
+    mesh = plan.mesh(tp * (plan.dp or 1))
     at = mesh.coordinate(0)
     chosen = {_layer_part(model, layer): layer for layer in reversed(range(model.num_layers))}
     counts: dict[str, dict[str, int]] = {}
@@ -112,22 +117,28 @@ def widths_of(
     """
     assert plan.dp is not None
     mesh = plan.mesh(plan.tp * plan.pp * plan.cp * plan.dp)
+    dense, expert = (state_ranks(plan, mesh, expert=expert) for expert in (False, True))
     versions = 2 if plan.schedule == "2bw" else 1
     half = 4 if plan.precision == "fp32" else 2
-    found = []
-    for expert, own in ((False, half), (True, half), (False, 4)):
-        shards = state_ranks(plan, mesh, expert=expert)
-        apart = own != 4 or versions > 1
-        held = float(own * versions) if weight is None else weight
-        state = (12.0 if apart else 8.0) if optimizer is None else optimizer
-        found.append(
-            Widths(
-                weights=held / (shards if plan.zero == 3 or (fsdp and plan.zero == 2) else 1),
-                gradients=(4.0 if gradient is None else gradient) / (shards if plan.zero >= 2 else 1),
-                optimizer=state / shards,
-            )
-        )
-    return found[0], found[1], found[2]
+    kinds = ((dense, half), (expert, half), (dense, 4))
+    of = (weight, gradient, optimizer)
+    first, second, third = (width_of(own, shards, versions, plan.zero, of, fsdp) for shards, own in kinds)
+    return first, second, third
+
+
+def width_of(
+    own: int, shards: int, versions: int, zero: int, of: tuple[float | None, float | None, float | None], fsdp: bool
+) -> Widths:
+    """Of parameters of ``own`` bytes a weight that ``shards`` ranks share; ``of``: what a `Practice` gives."""
+    weight, gradient, optimizer = of
+    apart = own != 4 or versions > 1
+    held = float(own * versions) if weight is None else weight
+    state = (12.0 if apart else 8.0) if optimizer is None else optimizer
+    return Widths(
+        weights=held / (shards if zero == 3 or (fsdp and zero == 2) else 1),
+        gradients=(4.0 if gradient is None else gradient) / (shards if zero >= 2 else 1),
+        optimizer=state / shards,
+    )
 
 
 def job_widths(job: Job) -> tuple[Widths, Widths, Widths]:

@@ -34,19 +34,20 @@ def passing(job: Job, parts: Mapping[str, Part], stage: Mapping[str, int]) -> Pa
     plan = job.plan
     if plan.zero < 2:
         return Passing()
+    shared = _shared(job)
     every = [(parts[part], count) for part, count in stage.items() if part in parts]
-    all_weights = sum(_whole(job, part) * count for part, count in every)
-    all_grads = sum(_grads(job, part) * count for part, count in every)
+    all_weights = sum(_whole(job, part, shared) * count for part, count in every)
+    all_grads = sum(_grads(part, shared) * count for part, count in every)
     units = _units(parts, stage)
-    weights = sum(_whole(job, unit) for unit in units[-2:])
-    gradients = sum(_grads(job, unit) for unit in units[-2:][_behind(stage) :])
+    weights = sum(_whole(job, unit, shared) for unit in units[-2:])
+    gradients = sum(_grads(unit, shared) for unit in units[-2:][_behind(stage) :])
     if plan.zero == 2 and habits_of(job.practice).fsdp:
         # FSDP without resharding: half-precision weights and fp32 gradients of all layers, whole until the step ends.
         return Passing(weights=all_weights, gradients=all_grads)
     if plan.zero == 2:
         return Passing(gradients=max(gradients, min(2 * plan.bucket_mb * 2**20, all_grads)))
     layers = [parts[name] for name in ("dense", "moe") if name in parts and stage.get(name, 0) > 1]
-    later = max((2 * _whole(job, unit) + _grads(job, unit) for unit in layers), default=0.0)
+    later = max((2 * _whole(job, unit, shared) + _grads(unit, shared) for unit in layers), default=0.0)
     if plan.gather == "step":
         return Passing(weights=all_weights, gradients=gradients)
     return Passing(weights=weights, gradients=gradients, later=later)
@@ -63,16 +64,16 @@ def _behind(stage: Mapping[str, int]) -> int:
     return 0 if "tail" in stage else -1
 
 
-def _whole(job: Job, part: Part) -> float:
+def _whole(job: Job, part: Part, shared: tuple[int, int, int]) -> float:
     """Bytes of a unit's weights when they are whole."""
-    dense, expert, router = _shared(job)
+    dense, expert, router = shared
     width = 4.0 if job.plan.precision == "fp32" else 2.0
     return width * (part.dense * dense + part.expert * expert) + 4.0 * part.router * router
 
 
-def _grads(job: Job, part: Part) -> float:
+def _grads(part: Part, shared: tuple[int, int, int]) -> float:
     """Bytes of a unit's gradients when they are whole."""
-    dense, expert, router = _shared(job)
+    dense, expert, router = shared
     return 4.0 * (part.dense * dense + part.expert * expert + (part.router - part.bias) * router)
 
 

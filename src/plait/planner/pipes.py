@@ -1,7 +1,7 @@
 """Many pipelines at once: how many layers of each kind pass before a rank and lie on it, as matrices.
 
-With seconds of each kind of layer, one product bounds the time of every pipeline; with bytes, the memory of its first
-rank. Kinds: those of layers, then the embedding, then the head. One row a pipeline rank.
+With seconds of each kind of layer, one product bounds the time of every pipeline. Kinds: those of
+layers, then the embedding, then the head. One row a pipeline rank.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Pipes:
         self.pipes = pipes
         prefix = np.zeros((model.num_layers + 1, count))
         prefix[1:] = np.cumsum(np.eye(count)[list(kinds)], axis=0)
-        work, ahead, behind, whole, least = [], [], [], [], []
+        work, ahead, behind, whole = [], [], [], []
         for pipe in pipes:
             cut = stage_layers(model, Plan(pp=pipe.pp, virtual=pipe.virtual, stages=pipe.stages))
             stages = np.array([prefix[stop] - prefix[first] for first, stop in stage_bounds(cut)])
@@ -52,25 +52,21 @@ class Pipes:
             ranks = np.array(placement_of(pipe.schedule if along_v else "1f1b", pipe.pp, pipe.virtual))
             work.append(np.array([stages[ranks == rank].sum(axis=0) for rank in range(pipe.pp)]))
             whole.append(stages.sum(axis=0))
-            least.append(stages[ranks == 0].min(axis=0))
             fill = _fill(pipe, stages[: pipe.pp])
             ahead.append(fill)
             behind.append(np.zeros_like(fill) if pipe.split else fill)
         # Of each rank: its own stages, and what it waits for at both ends while it has no work, forwards and backwards.
         self._work, self._ahead, self._behind = (np.concatenate(one) for one in (work, ahead, behind))
         self._all = np.array(whole)
-        # The first rank's smallest stage: what each of its live microbatch-stages keeps, at least.
-        self._least = np.array(least)
         self._ranks = np.array([pipe.pp for pipe in pipes])
-        self._starts = np.cumsum([0, *self._ranks[:-1]])
+        self.starts = np.cumsum([0, *self._ranks[:-1]])
         self._row = np.repeat(np.arange(len(pipes)), self._ranks)
-        self._virtual = np.array([pipe.virtual for pipe in pipes])
-        self._names = np.array([pipe.schedule for pipe in pipes])
+        names = np.array([pipe.schedule for pipe in pipes])
         split = np.array([pipe.split for pipe in pipes])
         self._whole = np.where(split, 0, 1)[:, None]
         ways = np.where(split, 1, 2)[self._row]
         turns = np.concatenate([np.arange(pipe.pp) for pipe in pipes])
-        self._hops = ways * np.where((self._names == "interleaved")[self._row], self._ranks[self._row] - 1, turns)
+        self._hops = ways * np.where((names == "interleaved")[self._row], self._ranks[self._row] - 1, turns)
 
     def seconds(self, counts: Floats, phases: Sequence[Floats], hop: Floats) -> tuple[Floats, Floats]:
         """At least: of each pipeline [pipelines, modes], and of each rank for one microbatch [ranks, modes].
@@ -82,7 +78,7 @@ class Pipes:
         rows = counts[self._row, None] * work
         rows += self._ahead @ forward + self._behind @ (backward + weight)
         rows += (self._hops * hop[self._row])[:, None]
-        spans = np.maximum.reduceat(rows, self._starts, axis=0)
+        spans = np.maximum.reduceat(rows, self.starts, axis=0)
         # One microbatch's way through all stages and back; a split backward's weight gradients may wait.
         way = self._all @ (forward + backward) + self._whole * (self._all @ weight)
         spans = np.maximum(spans, way + (2 * (self._ranks - 1) * hop)[:, None])
@@ -90,20 +86,8 @@ class Pipes:
 
     def rows(self, index: int) -> slice:
         """The ranks of a pipeline."""
-        start = int(self._starts[index])
+        start = int(self.starts[index])
         return slice(start, start + int(self._ranks[index]))
-
-    def kept(self, counts: Floats, sizes: Floats) -> Floats:
-        """Bytes that live microbatches keep on each first rank, at least; ``sizes``: of one [kinds, modes]."""
-        p, v, name = self._ranks, self._virtual, self._names
-        looped = (name == "interleaved") & (v > 1)
-        most = np.select(
-            [name == "gpipe", (name == "zb-h2") | np.char.endswith(name, "-v"), looped],
-            [np.full(len(p), np.inf), 2 * p - 1, 2 * (p - 1) + (v - 1) * np.minimum(counts, p) + 1],
-            p,
-        )
-        live = np.minimum(counts * np.where(looped, v, 1), most)
-        return np.asarray((self._least @ sizes) * live[:, None])
 
 
 def _fill(pipe: Pipe, first: Floats) -> Floats:

@@ -11,6 +11,7 @@ import bisect
 import dataclasses
 import heapq
 import itertools
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import final
@@ -24,7 +25,8 @@ from plait.planner.given import require_possible
 from plait.planner.job import PLAIT, Practice
 from plait.planner.leaves import Leaf, Leaves
 from plait.planner.losers import Losers, order
-from plait.planner.memory import memory, rank_memory
+from plait.planner.memory import Ranks, memory
+from plait.planner.prediction import Prediction
 from plait.planner.space import (
     Cell,
     Form,
@@ -153,17 +155,7 @@ class _Next:
     place: int
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Plan:
-    """A whole plan, or (``fit``) the one that recomputes as many of its layers as it takes to fit."""
-
-    leaf: Leaf
-    zero: int
-    tail: float
-    fit: bool = False
-
-
-_Node = Cell | _Close | _Next | _Plan
+_Node = Cell | _Close | _Next | Leaf
 
 
 @final
@@ -203,7 +195,7 @@ class Run:
                 self._next(self._bounds.leaves(node.cell), 0)
             elif isinstance(node, _Next):
                 self._next(node.leaves, node.place + 1)
-                self._grow(node.leaves.leaf(node.place))
+                self._try(node.leaves.leaf(node.place))
             else:
                 self._try(node)
 
@@ -215,56 +207,53 @@ class Run:
         if place < len(leaves):
             self._push(leaves.bound(place), _Next(leaves=leaves, place=place))
 
-    def _grow(self, leaf: Leaf) -> None:
-        """A leaf's ZeRO levels, each with what it adds; what cannot fit without recomputation as what it is with it."""
-        for zero in zeros(self.request.fix, leaf.dp * leaf.cell.cp):
-            tail = self._bounds.tail(leaf, zero)
-            if self._bounds.excess(leaf, zero) <= 0:
-                self._push(leaf.bound + tail, _Plan(leaf=leaf, zero=zero, tail=tail))
-            elif leaf.relief:
-                self._push(self._bounds.relieved(leaf, zero) + tail, _Plan(leaf=leaf, zero=zero, tail=tail, fit=True))
-
-    def _try(self, node: _Plan) -> None:
-        leaf = node.leaf
-        plan = plan_of(self.request, leaf.cell, leaf.form(node.zero))
+    def _try(self, leaf: Leaf) -> None:
+        """A form, or (``fit``) the one that recomputes as many of its layers as it takes to fit."""
+        plan = plan_of(self.request, leaf.cell, leaf.form)
         if not legal(self.request, plan):
             return
-        chosen: Plan | None = plan
-        if node.fit:
-            seconds = self._bounds.recompute_seconds(leaf.cell)
-            chosen = recompute_to_fit(
-                self.request,
-                plan,
-                seconds,
-                hopes=lambda extra: self._bounds.recomputed(leaf, extra) + node.tail <= self.limit,
-                worth=self._worth,
-            )
-        candidate = None if chosen is None else self.candidate(chosen)
-        if candidate is not None:
-            bisect.insort(self.ranked, candidate, key=order)
-            del self.ranked[self._top :]
-        elif leaf.relief and not node.fit:
-            self._push(self._bounds.relieved(leaf, node.zero) + node.tail, dataclasses.replace(node, fit=True))
+        if leaf.fit:
+            self._fit(leaf, plan)
+            return
+        self.predicted += 1
+        prediction = predict(self.request.job(plan))
+        if prediction.step_time > self.limit:
+            return  # recomputing more takes longer
+        if not self._keep(plan, prediction) and leaf.relieved < math.inf:
+            bound = max(leaf.relieved, prediction.step_time * (1.0 - 1e-9))
+            self._push(bound, dataclasses.replace(leaf, bound=bound, fit=True))
+
+    def _fit(self, leaf: Leaf, plan: Plan) -> None:
+        chosen = recompute_to_fit(
+            self.request,
+            plan,
+            self._bounds.recompute_seconds(leaf.cell),
+            hopes=lambda extra: self._bounds.recomputed(leaf, extra) <= self.limit,
+            worth=self._worth,
+        )
+        if chosen is not None:
+            self.predicted += 1
+            prediction = predict(self.request.job(chosen))
+            if prediction.step_time <= self.limit:
+                self._keep(chosen, prediction)
 
     def _worth(self, plan: Plan) -> bool:
         """Whether a plan is among the best if it fits."""
         return predict(self.request.job(plan)).step_time <= self.limit
 
-    def candidate(self, plan: Plan) -> Candidate | None:
-        """The plan with its promise; None where it is slower than what is kept, or does not fit."""
-        self.predicted += 1
-        job = self.request.job(plan)
-        prediction = predict(job)
-        if prediction.step_time > self.limit:
-            return None
+    def _keep(self, plan: Plan, prediction: Prediction) -> bool:
+        """Whether the plan fits; then it is among the best."""
+        ranks = Ranks(self.request.job(plan))
         # The ends of a pipeline are mostly the fullest: one of them over the limit spares the others.
-        for rank in {0, plan.pp - 1, max(0, plan.pp - 2)}:
-            if rank_memory(job, rank).peak > self.request.memory:
-                return None
-        report = memory(job)
+        for rank in sorted({0, plan.pp - 1, max(0, plan.pp - 2)}):
+            if ranks.of(rank).peak > self.request.memory:
+                return False
+        report = ranks.report()
         if report.fullest.peak > self.request.memory:
-            return None
-        return Candidate(plan=plan, prediction=prediction, memory=report)
+            return False
+        bisect.insort(self.ranked, Candidate(plan=plan, prediction=prediction, memory=report), key=order)
+        del self.ranked[self._top :]
+        return True
 
     def losers(self) -> Iterator[Loser]:
         """The most promising plan with each other value of an axis, and why it lost."""

@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, get_type_hints
 
@@ -225,21 +225,27 @@ def pipeline_sizes(request: Request) -> list[int]:
 
 
 def stage_cuts(
-    request: Request, stages: int, costs: Sequence[float], first: float, last: float, *, looped: bool
-) -> list[tuple[int, ...] | None]:
-    """The plan's own cut by products (None), and one by seconds where that differs.
+    request: Request, costs: Sequence[float], first: float, last: float
+) -> Callable[[int, bool], list[tuple[int, ...] | None]]:
+    """Of a number of stages, and whether several lie on a rank in a loop: the plan's own cut by products (None), and
+    one by seconds (``costs`` of layers, ``first`` and ``last`` of the ends) where that differs.
 
     Several virtual stages a rank in a loop even out by themselves.
     """
     given = request.fix.get("stages")
-    if given is not None:
-        cut = typed(tuple[int, ...] | None, given, "plan key stages")
-        return [cut] if len(cut) == stages and sum(cut) == request.shape.num_layers else []
-    if stages == 1 or looped:
-        return [None]
-    usual = stage_layers(request.model, Plan(pp=stages))
-    timed = cut_stages(costs, stages, first, last)
-    return [None] if timed == usual else [None, timed]
+
+    @functools.cache
+    def timed(stages: int) -> list[tuple[int, ...] | None]:
+        cut = cut_stages(costs, stages, first, last)
+        return [None] if cut == stage_layers(request.model, Plan(pp=stages)) else [None, cut]
+
+    def cuts(stages: int, looped: bool) -> list[tuple[int, ...] | None]:
+        if given is not None:
+            cut = typed(tuple[int, ...] | None, given, "plan key stages")
+            return [cut] if len(cut) == stages and sum(cut) == request.shape.num_layers else []
+        return [None] if stages == 1 or looped else timed(stages)
+
+    return cuts
 
 
 def plan_count(request: Request, among: Sequence[Cell]) -> int:

@@ -10,8 +10,7 @@ from typing import Final
 
 from plait.core.plan import Plan
 from plait.parallel.layout import placement, stage_bounds, stage_layers
-from plait.planner.job import Job
-from plait.planner.memory import rank_memory
+from plait.planner.memory import Ranks
 from plait.planner.space import MODES, Request
 
 _REPAIRS: Final = 4
@@ -98,7 +97,7 @@ def recompute_to_fit(
     recompute (seconds a microbatch) leaves no ``hopes``, or where the plan that comes out is not ``worth`` it.
     """
     held = _layers_of_ranks(request, plan)
-    jobs = {mode: request.job(dataclasses.replace(plan, recompute=mode)) for mode in MODES}
+    jobs = {mode: Ranks(request.job(dataclasses.replace(plan, recompute=mode))) for mode in MODES}
     choices: dict[int, tuple[int, int]] = {}
     extra: dict[int, float] = {}
     for rank in _telling(plan.pp):
@@ -115,10 +114,10 @@ def recompute_to_fit(
         mixed = dataclasses.replace(plan, recompute=text)
         if text in MODES or not worth(mixed):
             return None
-        job = request.job(mixed)
+        memory = Ranks(request.job(mixed))
         # A rank whose layers were left alone has been seen to fit.
         changed = [rank for rank, counts in enumerate(chosen) if counts != (0, 0)]
-        over = [rank for rank in changed if rank_memory(job, rank).peak > request.memory]
+        over = [rank for rank in changed if memory.of(rank).peak > request.memory]
         if not over:
             return mixed
         for rank in over:
@@ -133,13 +132,13 @@ def _telling(ranks: int) -> list[int]:
 
 
 def _of_rank(
-    request: Request, jobs: Mapping[str, Job], rank: int, layers: int, seconds: Mapping[str, float]
+    request: Request, jobs: Mapping[str, Ranks], rank: int, layers: int, seconds: Mapping[str, float]
 ) -> tuple[int, int] | None:
     """(full, selective) layers of one rank; None where it does not fit with all of them in full."""
-    over = rank_memory(jobs["none"], rank).peak - request.memory
+    over = jobs["none"].of(rank).peak - request.memory
     if over <= 0:
         return 0, 0
-    saved = {mode: over + request.memory - rank_memory(jobs[mode], rank).peak for mode in MODES[1:]}
+    saved = {mode: over + request.memory - jobs[mode].of(rank).peak for mode in MODES[1:]}
     if saved["full"] < over:
         return None
     return _cheapest(layers, over, {mode: size / max(1, layers) for mode, size in saved.items()}, seconds)

@@ -13,6 +13,7 @@ from plait.models.config import ModelConfig
 from plait.planner.activations import embedding_steps, head_steps, layer_steps
 from plait.planner.habits import habits_of
 from plait.planner.job import Practice
+from plait.planner.recomputing import modes_of
 from plait.planner.saved import Local, Step, is_plait
 
 
@@ -40,7 +41,7 @@ class StageMemory:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Run:
+class Run:
     """Layers in a row that are alike."""
 
     steps: tuple[Step, ...]
@@ -60,16 +61,16 @@ def stage_memory(
     """Of stage ``index`` of ``count``, which has layers ``first..stop``."""
     last, plait = index == count - 1, is_plait(practice)
     runs = [
-        _run(layer_steps(model, plan, practice, at, layer, mode), n, at)
+        run_of(layer_steps(model, plan, practice, at, layer, mode), n, at)
         for layer, mode, n in _alike(model, plan, first, stop)
     ]
     if last and practice.mtp_layers:
         # Layers that predict further tokens, each with a projection of two streams to one and a head of its own.
         joined = Step(kind="norm", keeps=3 * at.stream)
         further = (joined, *layer_steps(model, plan, practice, at, model.num_layers - 1, "none"))
-        runs.append(_run((*further, *head_steps(model, plan, practice, at)), practice.mtp_layers, at))
+        runs.append(run_of((*further, *head_steps(model, plan, practice, at)), practice.mtp_layers, at))
     if index == 0:
-        runs.insert(0, _run(embedding_steps(model, plan, practice, at), 1, at))
+        runs.insert(0, run_of(embedding_steps(model, plan, practice, at), 1, at))
     head = _head(model, plan, practice, at) if last else None
     extra = _tables(model, at) if plait and stop > first else 0.0
     kinds: dict[str, float] = {}
@@ -79,7 +80,7 @@ def stage_memory(
             kinds[name] = kinds.get(name, 0.0) + step.keeps * run.count
     if plait:
         kinds["attention"] = kinds.get("attention", 0.0) + extra
-    if not last and _keeps_output(practice):
+    if not last and keeps_output(practice):
         kinds["residual"] = kinds.get("residual", 0.0) + at.stream
     everything = [*runs, *([head] if head is not None else [])]
     keeps = sum(kinds.values())
@@ -99,7 +100,7 @@ def stage_memory(
     )
 
 
-def _gone(runs: list[_Run], *, last: bool) -> float:
+def _gone(runs: list[Run], *, last: bool) -> float:
     """What the head, if it is here, and the last layer keep."""
     return sum(run.keeps for run in (runs[-2:] if last else runs[-1:]))
 
@@ -119,7 +120,7 @@ _NAMES = {
 }
 
 
-def _keeps_output(practice: Practice) -> bool:
+def keeps_output(practice: Practice) -> bool:
     """Whether a stage keeps what it has sent: Megatron lets its memory go (Korthikanti et al. 2022, appendix B)."""
     return is_plait(practice) or habits_of(practice).keeps_output
 
@@ -135,8 +136,10 @@ def _tables(model: ModelConfig, at: Local) -> float:
 def _alike(model: ModelConfig, plan: Plan, first: int, stop: int) -> list[tuple[int, str, int]]:
     """Runs of layers that keep the same: (the first layer of the kind in the model, recomputation, how many)."""
 
+    modes = modes_of(plan.recompute, model.num_layers)
+
     def kind(layer: int) -> tuple[bool, int | None, str]:
-        return model.moe_of(layer) is not None, model.window_of(layer), plan.recompute_of(layer)
+        return model.moe_of(layer) is not None, model.window_of(layer), modes[layer]
 
     plain = model.moe is None and model.window_from == 0 and ":" not in plan.recompute
     if plain:
@@ -157,7 +160,7 @@ def _first_of(model: ModelConfig, experts: bool, window: int | None) -> int:
 
 
 @lru_cache(maxsize=8192)
-def _run(steps: tuple[Step, ...], count: int, at: Local) -> _Run:
+def run_of(steps: tuple[Step, ...], count: int, at: Local) -> Run:
     keeps = sum(step.keeps for step in steps)
     left, waiting, most, split = keeps, 0.0, 0.0, 0.0
     for step in reversed(steps):
@@ -165,14 +168,14 @@ def _run(steps: tuple[Step, ...], count: int, at: Local) -> _Run:
         split = max(split, left + waiting + step.backward)
         left -= step.keeps
         waiting += step.waits
-    return _Run(steps=steps, count=count, keeps=keeps, waits=waiting, inner=most - keeps, split=split - keeps)
+    return Run(steps=steps, count=count, keeps=keeps, waits=waiting, inner=most - keeps, split=split - keeps)
 
 
-def _head(model: ModelConfig, plan: Plan, practice: Practice, at: Local) -> _Run:
-    return _run(head_steps(model, plan, practice, at), 1, at)
+def _head(model: ModelConfig, plan: Plan, practice: Practice, at: Local) -> Run:
+    return run_of(head_steps(model, plan, practice, at), 1, at)
 
 
-def _forward(runs: list[_Run], extra: float, at: Local, *, last: bool) -> float:
+def _forward(runs: list[Run], extra: float, at: Local, *, last: bool) -> float:
     """The most in a forward: what has been kept so far, and what the step under way works with."""
     kept, most = extra, 0.0
     for run in runs:
@@ -185,7 +188,7 @@ def _forward(runs: list[_Run], extra: float, at: Local, *, last: bool) -> float:
     return max(most, kept + (0.0 if last else 2 * at.stream))
 
 
-def _backward(runs: list[_Run], keeps: float, at: Local, *, last: bool, split: bool) -> float:
+def _backward(runs: list[Run], keeps: float, at: Local, *, last: bool, split: bool) -> float:
     """The most in a backward, over ``keeps``: the gradient of the residual stream, and a step's own work.
 
     Layers are gone through from the last on; a run is fullest at its last layer, or, where more waits for the weight

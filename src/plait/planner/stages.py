@@ -18,6 +18,7 @@ from plait.planner.job import Job
 from plait.planner.kernels import Machine, seconds
 from plait.planner.ops import Message, Phase, Slice, parts_of
 from plait.planner.overlap import Share, under
+from plait.planner.recomputing import modes_of
 from plait.planner.wires import Group, collective, exchange
 
 PARTS: Mapping[str, tuple[str, ...]] = {
@@ -216,8 +217,8 @@ def end_times(machine: Machine, cut: Slice, last: bool) -> tuple[Spent, Spent, S
 
 
 @lru_cache(maxsize=1 << 8)
-def _weights(model: ModelConfig) -> tuple[tuple[float, float], ...]:
-    """(dense, expert) parameters of each layer, then of the embedding, then of the head with its norm."""
+def _weights(model: ModelConfig) -> tuple[tuple[tuple[float, float], ...], float, float]:
+    """(dense, expert) parameters of the layers before each, so that differences are sums; embedding; head with norm."""
     layers = [[0.0, 0.0] for _ in range(model.num_layers)]
     embed = head = 0.0
     for name, shape in parameter_shapes(model).items():
@@ -229,7 +230,10 @@ def _weights(model: ModelConfig) -> tuple[tuple[float, float], ...]:
             embed += count
         else:
             head += count
-    return (*((dense, experts) for dense, experts in layers), (embed, 0.0), (head, 0.0))
+    before = [(0.0, 0.0)]
+    for dense, experts in layers:
+        before.append((before[-1][0] + dense, before[-1][1] + experts))
+    return tuple(before), embed, head
 
 
 @lru_cache(maxsize=1 << 12)
@@ -242,8 +246,9 @@ def _layer_kinds(model: ModelConfig, plan: Plan, first: int, stop: int) -> dict[
     if model.moe is None and model.sliding_window is None and plan.recompute in ("none", "full", "selective"):
         return {(False, None, plan.recompute): stop - first} if stop > first else {}
     found: dict[tuple[bool, int | None, str], int] = {}
+    modes = modes_of(plan.recompute, model.num_layers)
     for layer in range(first, stop):
-        key = (model.moe_of(layer) is not None, model.window_of(layer), plan.recompute_of(layer))
+        key = (model.moe_of(layer) is not None, model.window_of(layer), modes[layer])
         found[key] = found.get(key, 0) + 1
     return found
 
@@ -253,41 +258,60 @@ def stages_of(machine: Machine, cut: Slice, plan: Plan) -> tuple[Stage, ...]:
     """Every virtual stage; equal ones are the same object."""
     model = cut.model
     counts = _cut_of(model, plan)
-    weights = _weights(model)
+    before = _weights(model)[0]
+    known: dict[tuple[object, ...], Stage] = {}
     found: list[Stage] = []
     first = 0
     for index, count in enumerate(counts):
-        parts: list[tuple[tuple[Spent, Spent, Spent], float]] = [
-            (layer_times(machine, cut, *kind), times)
-            for kind, times in _layer_kinds(model, plan, first, first + count).items()
-        ]
-        dense = sum(weights[layer][0] for layer in range(first, first + count)) / cut.tp
-        experts = sum(weights[layer][1] for layer in range(first, first + count)) / (cut.ep * cut.etp)
-        if index == 0:
-            parts.append((end_times(machine, cut, False), 1))
-            dense += weights[-2][0] / cut.tp
-        if index == len(counts) - 1:
-            depth = cut.practice.mtp_layers
-            parts.append((end_times(machine, cut, True), 1 + depth))
-            if depth:
-                kind = (model.moe is not None, None, plan.recompute_of(model.num_layers - 1))
-                parts.append((layer_times(machine, cut, *kind), depth))
-                dense += depth * (weights[-3][0] + 2 * model.hidden_size**2) / cut.tp
-                experts += depth * weights[-3][1] / (cut.ep * cut.etp)
-            dense += weights[-1][0] / cut.tp
-            if model.tied and len(counts) > 1:
-                dense += weights[-2][0] / cut.tp
-        found.append(
-            Stage(
-                forward=_added([(part[0], times) for part, times in parts]),
-                backward=_added([(part[1], times) for part, times in parts]),
-                weight=_added([(part[2], times) for part, times in parts]),
-                dense=dense,
-                experts=experts,
-            )
-        )
-        first += count
+        stop = first + count
+        kinds = _layer_kinds(model, plan, first, stop)
+        weights = (before[stop][0] - before[first][0], before[stop][1] - before[first][1])
+        ends = (index == 0, index == len(counts) - 1)
+        key = (tuple(kinds.items()), weights, ends)
+        if key not in known:
+            known[key] = _stage(machine, cut, plan, kinds, weights, ends)
+        found.append(known[key])
+        first = stop
     return tuple(found)
+
+
+def _stage(
+    machine: Machine,
+    cut: Slice,
+    plan: Plan,
+    kinds: Mapping[tuple[bool, int | None, str], int],
+    weights: tuple[float, float],
+    ends: tuple[bool, bool],
+) -> Stage:
+    """Layers of ``kinds`` with ``weights`` (dense, experts), and at the ``ends`` the embedding and the head."""
+    model = cut.model
+    before, embed, head = _weights(model)
+    parts: list[tuple[tuple[Spent, Spent, Spent], float]] = [
+        (layer_times(machine, cut, *kind), times) for kind, times in kinds.items()
+    ]
+    dense, experts = weights[0] / cut.tp, weights[1] / (cut.ep * cut.etp)
+    if ends[0]:
+        parts.append((end_times(machine, cut, False), 1))
+        dense += embed / cut.tp
+    if ends[1]:
+        depth = cut.practice.mtp_layers
+        parts.append((end_times(machine, cut, True), 1 + depth))
+        if depth:
+            kind = (model.moe is not None, None, plan.recompute_of(model.num_layers - 1))
+            parts.append((layer_times(machine, cut, *kind), depth))
+            last = [one - other for one, other in zip(before[-1], before[-2], strict=True)]
+            dense += depth * (last[0] + 2 * model.hidden_size**2) / cut.tp
+            experts += depth * last[1] / (cut.ep * cut.etp)
+        dense += head / cut.tp
+        if model.tied and plan.stage_count > 1:
+            dense += embed / cut.tp
+    return Stage(
+        forward=_added([(part[0], times) for part, times in parts]),
+        backward=_added([(part[1], times) for part, times in parts]),
+        weight=_added([(part[2], times) for part, times in parts]),
+        dense=dense,
+        experts=experts,
+    )
 
 
 def slice_of(job: Job) -> Slice:
