@@ -3,8 +3,10 @@
     python benchmarks/recovery.py [--runs N] [--set SECTION.KEY=VALUE ...]
 
 The default model on two ranks, a checkpoint every 10 steps. Once step 15 is done, rank 1 gets SIGKILL. The parts, by
-the clock of the files that the run writes: notice (the failure is known, the others are ended), start and load
-(processes, torch, the model, its checkpoint), first step. One line a run, then medians, then JSON.
+the files that the run and its ranks write: notice (the other rank has been ended for it), stop (all are gone, the
+events are on the disk), start (processes, torch, the ranks meet, the model is built), load (the checkpoint is found,
+checked and read), first step. ``processor``: seconds of a core that a new rank took until then, which is what start and
+load take on a machine with a core for each. One line a run, then medians, then JSON.
 """
 
 from __future__ import annotations
@@ -21,7 +23,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-PARTS = ("notice", "start and load", "first step", "all")
+from plait.train.heartbeat import read_beat
+
+PARTS = ("notice", "stop", "start", "load", "first step", "all", "processor")
 
 
 def measure(settings: list[str], folder: Path) -> dict[str, float]:
@@ -37,17 +41,26 @@ def measure(settings: list[str], folder: Path) -> dict[str, float]:
         *settings,
     ):
         command += ["--set", text]
-    run = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    private = folder.parent / "private"  # where the supervisor keeps its ranks' signs of life
+    private.mkdir()
+    env = {**os.environ, "TMPDIR": str(private)}
+    run = subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     lines, events = folder / "metrics.jsonl", folder / "events.jsonl"
     try:
         until(lambda: rows(lines) >= 15, run)
-        ranks = Path(f"/proc/{run.pid}/task/{run.pid}/children").read_text(encoding="ascii").split()
+        (before,) = private.glob("plait-*")
+        first, second = children(run.pid)
         killed = time.time()
-        os.kill(int(ranks[1]), signal.SIGKILL)
+        os.kill(second, signal.SIGKILL)
+        until(lambda: not runs(first), run)
+        noticed = time.time()
+        until(lambda: phase(private, before) is not None, run)
+        loading = time.time()
         until(lambda: events.exists() and '"resume"' in events.read_text(encoding="utf-8"), run)
-        before = rows(lines)
-        until(lambda: rows(lines) > before, run)
+        done = rows(lines)
+        until(lambda: rows(lines) > done, run)
         stepped = time.time()
+        processor = max(processor_seconds(rank) for rank in children(run.pid))
         _, errors = run.communicate(timeout=600)
     finally:
         run.kill()
@@ -56,11 +69,42 @@ def measure(settings: list[str], folder: Path) -> dict[str, float]:
         raise SystemExit(f"the run did not recover: {errors}")
     at = {event["kind"]: event["time"] for event in map(json.loads, events.read_text(encoding="utf-8").splitlines())}
     return {
-        "notice": at["restart"] - killed,
-        "start and load": at["resume"] - at["restart"],
+        "notice": noticed - killed,
+        "stop": at["restart"] - noticed,
+        "start": loading - at["restart"],
+        "load": at["resume"] - loading,
         "first step": stepped - at["resume"],
         "all": stepped - killed,
+        "processor": processor,
     }
+
+
+def children(pid: int) -> list[int]:
+    """The run's ranks, in order."""
+    return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text(encoding="ascii").split()]
+
+
+def runs(pid: int) -> bool:
+    """Whether process ``pid`` is there, and has not ended."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text(encoding="ascii").rpartition(")")[2].split()[0] not in "ZX"
+    except FileNotFoundError:
+        return False
+
+
+def processor_seconds(pid: int) -> float:
+    """Seconds of a core that process ``pid`` has taken."""
+    fields = Path(f"/proc/{pid}/stat").read_text(encoding="ascii").rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def phase(private: Path, before: Path) -> str | None:
+    """What rank 0 of the ranks that were started again does; None before it says so."""
+    for folder in private.glob("plait-*"):
+        beat = read_beat(folder, 0) if folder != before else None
+        if beat is not None:
+            return beat.phase
+    return None
 
 
 def rows(path: Path) -> int:
