@@ -254,7 +254,7 @@ def _value(value: float | None, unit: str) -> str:
         return f"{value:.1%}"
     if unit == "B":
         return f"{value / 1e6:,.1f} MB"
-    return f"{value:,.4g} {unit}".rstrip()
+    return f"{value:,.0f} {unit}".rstrip() if value >= 1000 else f"{value:,.4g} {unit}".rstrip()
 
 
 def _median(rows: Sequence[Mapping[str, Any]], key: str) -> float | None:
