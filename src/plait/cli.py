@@ -27,7 +27,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"plait: error: {error}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
-        print("plait: interrupted; all ranks were ended", file=sys.stderr)
+        ended = "; all ranks were ended" if arguments.command in ("train", "verify", "calibrate") else ""
+        print(f"plait: interrupted{ended}", file=sys.stderr)
         return 128 + signal.SIGINT
     except BrokenPipeError:
         # Whoever read our output has left: so do we, without a word at exit.
