@@ -28,7 +28,7 @@ def search_page(search: Search) -> RenderableType:
     request = search.request
     head = Table.grid(padding=(0, 2))
     head.add_column(style="bold")
-    head.add_row("model", f"{request.model.family}, {parameter_count(request.model) / 1e9:,.2f} B parameters")
+    head.add_row("model", f"{request.model.family}, {_parameters(parameter_count(request.model))}")
     device = request.topology.device
     head.add_row("cluster", f"{request.world_size:,} x {device.name} ({request.topology.name})")
     head.add_row("step", f"{request.global_batch:,} samples of {request.seq:,} tokens")
@@ -86,6 +86,10 @@ class _Ranking:
         for place, one in enumerate(self._candidates, 1):
             table.add_row(*(_COLUMNS[name](place, one) for name in columns))
         return table
+
+
+def _parameters(count: int) -> str:
+    return f"{count / 1e9:,.2f} B parameters" if count >= 1e8 else f"{count / 1e6:,.2f} M parameters"
 
 
 def _communication(time: Prediction) -> str:
