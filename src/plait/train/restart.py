@@ -194,7 +194,7 @@ class _Supervisor:
         count, most = self._restarts, self._config.run.max_restarts
         self._log.write("restart", {"from_step": self._step(), "restarts": count, "most": most})
         lines = str(failed).splitlines()
-        _say(" ".join(lines[:-1]))
+        _say("; ".join(line.rstrip(".") for line in lines[:-1]))
         _say(f"the run starts again from step {self._step()} (restart {count} of {most} without a new checkpoint)")
 
     def _last_commit(self) -> Entry | None:
