@@ -175,10 +175,13 @@ def _times(prediction: Prediction, shown: Sequence[int]) -> Table:
 
 def _bytes(memory: MemoryReport, shown: Sequence[int]) -> Table:
     table = _table("memory of each pipeline rank, GiB")
-    names = ("weights", "gradients", "optimizer", "activations", "logits", "buffers", "reserve", "peak")
+    table.padding = (0, 1, 0, 0)  # all of it within 80 columns
+    rows = [memory.ranks[index] for index in shown]
+    parts = ("weights", "gradients", "optimizer", "activations", "logits", "buffers", "reserve")
+    names = [*(name for name in parts if any(getattr(rank, name) for rank in rows)), "peak"]
     for name in ("rank", *names):
         table.add_column(name, justify="right")
-    for rank in (memory.ranks[index] for index in shown):
+    for rank in rows:
         table.add_row(str(rank.pp), *(f"{getattr(rank, name) / GIB:.2f}" for name in names))
     return table
 
@@ -195,7 +198,7 @@ def _kinds(memory: MemoryReport, shown: Sequence[int]) -> Table:
 
 
 def _moments(rank: RankMemory) -> Table:
-    table = _table(f"moments of rank {rank.pp}, the fullest, GiB")
+    table = _table(f"moments of rank {rank.pp} (fullest), GiB")
     table.add_column("moment")
     table.add_column("held", justify="right")
     for name, held in rank.moments:
