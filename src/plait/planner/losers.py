@@ -14,8 +14,8 @@ from plait.planner.memory import memory
 from plait.planner.space import MODES, SCHEDULES, ZEROS, Cell, Request, legal, pipeline_sizes, plan_of
 from plait.planner.why import Candidate, Loser, reason
 
-_CELLS, _FORMS, _TRIES = 6, 4, 6
-"""Of a losing kind: cells that are opened, forms of each, and plans of them all whose memory is worked out."""
+_CELLS, _FORMS, _TRIES = 8, 24, 64
+"""Of a losing kind: cells that are opened, forms of each, and plans of them all that are predicted."""
 _CELL_AXES = {"tp": "tp", "cp": "cp", "ep": "ep", "expert_tp": "etp", "micro": "micro"}
 
 
@@ -60,6 +60,9 @@ class Losers:
                 if value != mine and _near(value, mine):
                     alike = [cell for cell in self._cells if getattr(cell, name) == value]
                     likely = heapq.nsmallest(_CELLS, alike, key=self._promise)
+                    # Bounds know little of the pipeline: cells that cut a sample as far as the best plan does are tried too.
+                    near = [cell for cell in alike if cell.micro * own.tp * own.cp == own.micro * cell.tp * cell.cp]
+                    likely += [cell for cell in heapq.nsmallest(_CELLS, near, key=self._promise) if cell not in likely]
                     yield from self._loser(f"{axis}={value}", likely, {})
         for axis, values in self._values().items():
             for value in values:
@@ -80,7 +83,7 @@ class Losers:
         return {axis: values for axis, values in found.items() if axis not in self._request.fix}
 
     def _loser(self, kind: str, likely: list[Cell], wanted: Mapping[str, Any]) -> Iterator[Loser]:
-        """The first of the plans with the least bounds that fits; else the one of them that lacks least."""
+        """The fastest that fits of the plans with the least bounds; else the one of them that lacks least."""
         plans: list[tuple[float, int, Plan]] = []
         for cell in likely:
             # Where memory allows no form of a cell, one of them still says by how much.
@@ -92,14 +95,21 @@ class Losers:
                 leaf = leaves.leaf(place)
                 plans.append((leaf.bound, len(plans), plan_of(self._request, cell, leaf.form)))
         tried: list[Candidate] = []
-        for _, _, plan in heapq.nsmallest(_TRIES, plans):
-            if legal(self._request, plan):
-                job = self._request.job(plan)
-                tried.append(Candidate(plan=plan, prediction=predict(job), memory=memory(job)))
-                if tried[-1].fits(self._request.memory):
-                    break
+        best: Candidate | None = None
+        for bound, _, plan in heapq.nsmallest(_TRIES, plans):
+            if best is not None and bound >= best.prediction.step_time:
+                break
+            if not legal(self._request, plan):
+                continue
+            job = self._request.job(plan)
+            prediction = predict(job)
+            if best is not None and prediction.step_time >= best.prediction.step_time:
+                continue
+            tried.append(Candidate(plan=plan, prediction=prediction, memory=memory(job)))
+            if tried[-1].fits(self._request.memory):
+                best = tried[-1]
         if tried:
-            chosen = min(tried, key=lambda one: max(one.memory.fullest.peak, self._request.memory))
+            chosen = best or min(tried, key=lambda one: one.memory.fullest.peak)
             yield Loser(kind=kind, candidate=chosen, why=reason(self._request, kind, chosen, self._best))
 
 
