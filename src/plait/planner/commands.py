@@ -201,8 +201,10 @@ def read_plan(path: Path) -> Plan:
     """The plan in a TOML file: the body of a ``[plan]`` table, or a file that has one."""
     try:
         tables = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise ConfigError(f"plan {path}: {error}") from error
+    except OSError as error:
+        raise ConfigError(f"plan {path}: {error.strerror}") from error
+    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError(f"plan {path}: not valid TOML: {error}") from error
     inner = tables.get("plan", tables)
     if not isinstance(inner, dict):
         raise ConfigError(f"plan {path}: plan is no table")

@@ -60,7 +60,7 @@ class Losers:
                 if value != mine and _near(value, mine):
                     alike = [cell for cell in self._cells if getattr(cell, name) == value]
                     likely = heapq.nsmallest(_CELLS, alike, key=self._promise)
-                    # Bounds know little of the pipeline: cells that cut a sample as far as the best plan does are tried too.
+                    # Bounds know little of the pipeline: cells that cut samples as far as the best plan are tried too.
                     near = [cell for cell in alike if cell.micro * own.tp * own.cp == own.micro * cell.tp * cell.cp]
                     likely += [cell for cell in heapq.nsmallest(_CELLS, near, key=self._promise) if cell not in likely]
                     yield from self._loser(f"{axis}={value}", likely, {})
