@@ -20,7 +20,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from plait.core.errors import ConfigError, PlanError
 from plait.core.plan import Plan
 from plait.models.config import PRESETS
-from plait.train.dry_run import DryRun, dry_run, read_plan, run, show
+from plait.planner.commands import read_plan
+from plait.train.dry_run import DryRun, dry_run, run, show
 from plait.train.watch import Watch
 from tests.parallel.cuts import GLOBAL_BATCH, GPT2, LLAMA, SEQ, Run, adamw, build, count, global_batch, microbatches
 from tests.pool import Connect, Pool

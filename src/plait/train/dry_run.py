@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +25,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from plait.comm.world import World
 from plait.core.config import Config
-from plait.core.errors import ConfigError, PlanError
+from plait.core.errors import PlanError
 from plait.core.legal import check
 from plait.core.plan import Plan
 from plait.models.batch import Batch
@@ -35,6 +34,7 @@ from plait.models.decoder import Decoder
 from plait.parallel.apply import parallelize
 from plait.parallel.dispatch import Table as RouteTable
 from plait.parallel.layout import build_windows, model_shape
+from plait.planner.commands import read_plan
 from plait.train.step import make_optimizer
 from plait.train.watch import Watch
 
@@ -245,18 +245,6 @@ def _even(config: ModelConfig) -> Callable[[Tensor, int], RouteTable]:
         return [[row for _ in range(sources)] for _ in range(members)]
 
     return read
-
-
-def read_plan(path: Path) -> Plan:
-    """The plan in a TOML file: the body of a ``[plan]`` table, or a file that has one."""
-    try:
-        tables = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise ConfigError(f"plan {path}: {error}") from error
-    inner = tables.get("plan", tables)
-    if not isinstance(inner, dict):
-        raise ConfigError(f"plan {path}: plan is no table")
-    return Plan.from_mapping(inner)
 
 
 def run(
