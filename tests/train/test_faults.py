@@ -134,7 +134,9 @@ def test_memory_that_a_killed_supervisor_has_left_is_freed(tmp_path: Path) -> No
         pass
 
 
-def test_a_signal_saves_the_run_and_it_goes_on_later(undisturbed: Path, tokens: Path, tmp_path: Path) -> None:
+def test_a_signal_saves_the_run_and_it_goes_on_later(
+    pool: Pool, undisturbed: Path, tokens: Path, tmp_path: Path
+) -> None:
     folder = tmp_path / "run"
     more = (*RUN, "plan.tp=1", "plan.pp=1", "plan.dp=2", "checkpoint.every=0")
     command = [sys.executable, "-P", "-m", "plait", "train", "--json"]
@@ -152,7 +154,7 @@ def test_a_signal_saves_the_run_and_it_goes_on_later(undisturbed: Path, tokens: 
     assert "stopped by SIGTERM after" in errors
     done = len(steps(folder))
     assert 0 < done < 8
-    supervise(config(tokens, folder, *more, "run.resume=true"), 2, as_json=True)
+    pool.run(2, jobs.train_in_pool, dump(config(tokens, folder, *more, "run.resume=true")), 2)
     assert steps(folder) == list(range(8))
     same_run(folder, undisturbed, loss=0.0, weights=0.0)
 
