@@ -68,7 +68,8 @@ class Pool:
 
     def __init__(self) -> None:
         self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(["plait.parallel.apply"])
+        # The second is what torch's optimizers load at their first step, a second of each worker's otherwise.
+        self._context.set_forkserver_preload(["plait.train.trainer", "torch._dynamo"])
         self._workers: list[tuple[Any, Connection]] = []
         self._folder = tempfile.TemporaryDirectory(prefix="plait-pool-", ignore_cleanup_errors=True)
         self._jobs = 0
