@@ -27,7 +27,7 @@ from plait.planner.why import Candidate, reason
 DENSE = ModelConfig(
     vocab_size=32000,
     hidden_size=4096,
-    num_layers=6,
+    num_layers=4,
     num_heads=32,
     num_kv_heads=8,
     ffn_size=11008,
@@ -47,7 +47,7 @@ EXPERTS = ModelConfig(
 
 
 def request(model: ModelConfig, gpus: int, **keys: object) -> Request:
-    given = {"seq": 4096, "global_batch": 8, "max_memory": 0.9, **keys}
+    given = {"seq": 4096, "global_batch": 4, "max_memory": 0.9, **keys}
     return Request(model=model, topology=cluster("a100-40g", gpus), world_size=gpus, **given)  # type: ignore[arg-type]
 
 
@@ -105,7 +105,7 @@ def test_nothing_legal_is_faster(model: ModelConfig, gpus: int, share: float) ->
             fitting.append(Candidate(plan=plan, prediction=prediction, memory=report))
     fitting.sort(key=order)
     found = search(
-        model, asked.topology, world_size=gpus, seq=4096, global_batch=8, max_memory=share, top=40, losers=False
+        model, asked.topology, world_size=gpus, seq=4096, global_batch=4, max_memory=share, top=40, losers=False
     )
     plain = [one for one in found.ranked if one.plan.stages is None and ":" not in one.plan.recompute]
     wanted = [one.plan for one in fitting[: len(plain)]]
@@ -142,9 +142,10 @@ def test_bounds_are_bounds(model: ModelConfig, name: str, gpus: int, batch: int,
             took = predict(asked.job(plan)).step_time
             assert roughly <= took, (cell, str(plan))
             assert closely <= took, (cell, str(plan))
-            assert bounds.closely(cell, whole=True) <= took, (cell, str(plan))
             assert leaf.bound <= took, str(plan)
             held = memory(asked.job(plan)).fullest.peak
+            # Of plans that fit alone.
+            assert bounds.closely(cell, whole=True) <= took or held > asked.memory, (cell, str(plan))
             least = bounds.peak(leaf)
             assert least <= held, str(plan)
             tightness.append((leaf.bound / took, least / held))
@@ -231,10 +232,32 @@ def test_405b_on_16384_devices_is_planned_in_seconds() -> None:
     )
     before = time.process_time()
     found = search(model, cluster("h100", 16384), world_size=16384, seq=8192, global_batch=2048, top=1, losers=False)
-    assert time.process_time() - before < 20
+    assert time.process_time() - before < 4
     assert found.best is not None
     assert found.considered > 1_000_000
-    assert found.predicted < 5_000
+    assert found.predicted < 500
+
+
+def test_a_thousand_billion_parameters_of_experts_are_planned_in_seconds() -> None:
+    """On 4,096 devices; so many cells that unlikely ones are left out. Aim 5 s (docs/planning.md has the figure)."""
+    model = ModelConfig(
+        family="qwen3_moe",
+        vocab_size=151936,
+        hidden_size=8192,
+        num_layers=64,
+        num_heads=64,
+        num_kv_heads=8,
+        ffn_size=24576,
+        max_positions=40960,
+        head_dim=128,
+        moe=MoEConfig(num_experts=256, top_k=8, ffn_size=2560, shared_ffn=2560),
+    )
+    before = time.process_time()
+    found = search(model, cluster("h100", 4096), world_size=4096, seq=4096, global_batch=4096, top=1, losers=False)
+    assert time.process_time() - before < 20
+    assert found.best is not None
+    assert found.narrowed
+    assert found.considered > 1_000_000
 
 
 @pytest.mark.parametrize(

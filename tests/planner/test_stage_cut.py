@@ -1,69 +1,12 @@
 from __future__ import annotations
 
-import itertools
-import random
-from collections.abc import Iterator, Sequence
-
-import pytest
-
 from plait.core.plan import Plan
 from plait.models.config import ModelConfig
 from plait.planner.clusters import cluster
 from plait.planner.cost import predict
 from plait.planner.memory import memory
 from plait.planner.space import Request
-from plait.planner.stage_cut import cut_within, recompute_to_fit
-
-
-def cuts(layers: int, stages: int) -> Iterator[tuple[int, ...]]:
-    for bounds in itertools.combinations(range(1, layers), stages - 1):
-        yield tuple(stop - start for start, stop in itertools.pairwise((0, *bounds, layers)))
-
-
-def costs_of(
-    cut: Sequence[int], seconds: Sequence[float], ends: tuple[float, float], live: Sequence[int] | None = None
-) -> list[float]:
-    found, start = [], 0
-    for stage, count in enumerate(cut):
-        times = 1 if live is None else live[stage]
-        found.append(times * sum(seconds[start : start + count]))
-        start += count
-    found[0] += ends[0]
-    found[-1] += ends[1]
-    return found
-
-
-@pytest.mark.parametrize("seed", range(60))
-def test_no_cut_that_fits_has_a_faster_slowest_stage(seed: int) -> None:
-    draw = random.Random(seed)
-    layers = draw.randint(1, 9)
-    stages = draw.randint(1, layers)
-    whole = draw.random() < 0.5
-    size = (lambda: float(draw.randint(1, 4))) if whole else draw.random
-    seconds, state, kept = ([size() for _ in range(layers)] for _ in range(3))
-    ends, end_state = (size(), size()), (size(), size())
-    live = [stages - stage for stage in range(stages)]
-    limit = draw.uniform(1.0, 3.0) * (sum(state) + sum(kept) * stages) / stages
-    wanted = None
-    for cut in cuts(layers, stages):
-        held = [a + b for a, b in zip(costs_of(cut, state, end_state), costs_of(cut, kept, (0, 0), live), strict=True)]
-        if max(held) <= limit + 1e-12:
-            slowest = max(costs_of(cut, seconds, ends))
-            wanted = slowest if wanted is None else min(wanted, slowest)
-    found = cut_within(seconds, stages, state=state, kept=kept, live=live, limit=limit, ends=ends, end_state=end_state)
-    if wanted is None:
-        assert found is None
-    else:
-        assert found is not None and sum(found) == layers and len(found) == stages
-        assert max(costs_of(found, seconds, ends)) == pytest.approx(wanted, rel=1e-12)
-
-
-def test_stages_that_hold_most_get_fewest_layers() -> None:
-    found = cut_within([1.0] * 8, 2, state=[0.0] * 8, kept=[1.0] * 8, live=[2, 1], limit=7.0)
-    assert found == (3, 5)
-    assert cut_within([1.0] * 8, 2, state=[0.0] * 8, kept=[1.0] * 8, live=[2, 1], limit=4.0) is None
-    assert cut_within([1.0] * 2, 3, state=[0.0] * 2, kept=[0.0] * 2, live=[1] * 3, limit=1.0) is None
-
+from plait.planner.stage_cut import recompute_to_fit
 
 MODEL = ModelConfig(
     vocab_size=32000,

@@ -24,6 +24,7 @@ from plait.planner.habits import habits_of
 from plait.planner.kernels import Machine, seconds
 from plait.planner.leaves import Leaf, Leaves, State
 from plait.planner.ops import Message, Op, Slice
+from plait.planner.pace import launch_of
 from plait.planner.parameters import parts_of, width_of
 from plait.planner.peaks import Peaks, Rows, parts_table, sizes_of
 from plait.planner.pipes import Floats, Pipe, Pipes
@@ -41,7 +42,7 @@ from plait.planner.space import (
     stage_cuts,
     zeros,
 )
-from plait.planner.stages import end_times, groups_of, layer_times, machine_of, slice_of
+from plait.planner.stages import Spent, end_times, groups_of, layer_times, machine_of, slice_of
 from plait.planner.wires import Group, collective
 
 _ROUNDING: Final = 1.0 - 1e-9
@@ -58,6 +59,16 @@ class _Sample:
     messages: tuple[tuple[Message, int, float], ...]
     """Those that block, how often, and the seconds that may hide them."""
     groups: Mapping[str, Group]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _After:
+    """By number of pipeline ranks and ZeRO level: seconds of the communication of gradients and weights, and of the
+    update; bytes of a mean rank's state. Infinite where a level makes no sense."""
+
+    sent: Floats
+    updates: Floats
+    state: Floats
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,7 +114,11 @@ class Bounds:
         self._best = _best_rate(self._machine, self._precision)
         self._host = self._constant("microbatch_host")
         self._slowing = min(1.0, self._constant("contention"))
-        self._known_tails: dict[tuple[int, ...], float] = {}
+        self._afters: dict[tuple[int, int], _After] = {}
+        self._thirds = np.array([zero == 3 for zero in ZEROS])
+        # What a second of compute hides of communication, beside what hidden communication costs.
+        usable = [min(1.0, self._constant("prefetch_share" if one else "hidden_share")) for one in self._thirds]
+        self._hidden = np.array(usable) * (1.0 - self._slowing)
         self._modes = list(MODES) if request.fix.get("recompute") is None else [str(request.fix["recompute"])]
         self._ones: dict[Cell, _Sample] = {}
         self._pipes: Pipes | None = None
@@ -138,11 +153,10 @@ class Bounds:
             sent += count * max(0.0, took - hiding * times)
         # A mean rank's work; or the way of one microbatch through all stages and back.
         work = self._passes(cell) * (sample.seconds * times + sent + self._host)
-        tail = 0.0
+        least = max(work, sample.way * times + sent)
         if whole:
-            tails = [self._least_tail(cell, pp, dp) for pp, dp in meshes(self.request, cell.tp, cell.cp)]
-            tail = min(tails, default=math.inf)
-        return (max(work, sample.way * times + sent) + tail) * _ROUNDING
+            least += self._least_tail(cell, work)
+        return least * _ROUNDING
 
     def _passes(self, cell: Cell) -> float:
         """Microbatches that a mean rank takes through all layers in a step, at least."""
@@ -188,7 +202,9 @@ class Bounds:
                 for cut in cuts(pp * virtual, looped):
                     found.append(Pipe(pp=pp, schedule=schedule, virtual=virtual, stages=cut))
         if found:
-            self._pipes = Pipes(found, request.model, self._numbers, len(self._kinds) + 2)
+            self._pipes = Pipes(
+                found, request.model, self._numbers, len(self._kinds) + 2, closed=request.topology.cores is None
+            )
             self._peaks = Peaks(found, request.model, self._numbers, request.practice)
             self._of_pipe = np.array([self._sizes.index(pipe.pp) for pipe in found])
             self._split = np.array([pipe.split for pipe in found])
@@ -216,9 +232,11 @@ class Bounds:
             )
         phases = [np.array(one).T for one in zip(*(self._phases(cell, mode) for mode in self._modes), strict=True)]
         with np.errstate(invalid="ignore"):
-            spans, ranks = pipes.seconds(counts, phases, hop)
+            host = np.array([self._launched(cell, mode) for mode in self._modes]).T
+            spans, ranks = pipes.seconds(counts, phases, hop, host, self._constant("pace_join"))
             busiest = np.maximum.reduceat(ranks, pipes.starts, axis=0)
-            tails = self._tails(table, counts, busiest)
+            # Under a rank that computes longer more is hidden, but no more than it is longer by.
+            tails = self._tails(table, counts, spans / counts[:, None])
             plain = spans + (counts * self._host)[:, None]
             bounds = np.where(fits, plain[:, :, None] * _ROUNDING + tails, np.inf)
             relieved = np.full(fits[:, 0].shape, np.inf)
@@ -257,7 +275,6 @@ class Bounds:
         """What a cell's number of pipeline ranks decides; infinite counts where there can be none."""
         request, sizes = self.request, self._sizes
         counts, hops = np.full(len(sizes), np.inf), np.zeros(len(sizes))
-        sent, updates = np.full((len(sizes), len(ZEROS)), np.inf), np.full((len(sizes), len(ZEROS)), np.inf)
         cut = self.slice(cell)
         size = cut.width * cut.tokens * request.model.hidden_size / cell.tp
         for place, pp in enumerate(sizes):
@@ -268,9 +285,8 @@ class Bounds:
             counts[place] = request.global_batch // (cell.micro * dp)
             if pp > 1:
                 hops[place] = collective(self._machine, "p2p", size, Group(size=pp, stride=dp * cell.cp * cell.tp))
-            for zero in zeros(request.fix, dp * cell.cp):
-                sent[place, zero], updates[place, zero] = self._updates(cell, pp, dp, zero)
-        return _Table(counts=counts, hops=hops, sent=sent, updates=updates)
+        after = self._after(cell)
+        return _Table(counts=counts, hops=hops, sent=after.sent, updates=after.updates)
 
     def _tails(self, table: _Table, counts: Floats, busiest: Floats) -> Floats:
         """Seconds that gradients, weights and the optimizer of a rank add, at least [pipes, modes, zeros].
@@ -279,10 +295,8 @@ class Bounds:
         than the work it may hide under is not hidden.
         """
         sent, update = table.sent[self._of_pipe][:, None], table.updates[self._of_pipe][:, None]
-        third = np.array([zero == 3 for zero in ZEROS])
-        usable = [min(1.0, self._constant("prefetch_share" if one else "hidden_share")) for one in third]
-        hidden = np.array(usable) * (1.0 - self._slowing) * busiest[:, :, None]
-        times = np.where(third, counts[:, None], 1.0)[:, None]
+        hidden = self._hidden * busiest[:, :, None]
+        times = np.where(self._thirds, counts[:, None], 1.0)[:, None]
         return np.asarray((times * np.maximum(sent * self._slowing, sent - hidden) + update) * _ROUNDING)
 
     def _peak(self, cell: Cell, counts: Floats, table: _Table) -> _Peak:
@@ -379,15 +393,34 @@ class Bounds:
         busiest = max(leaf.ranks[rank] + max(0.0, more) for rank, more in extra.items())
         return max(leaf.bound, float(times * (busiest + self._host) * _ROUNDING) + leaf.tail)
 
-    def _least_tail(self, cell: Cell, pp: int, dp: int) -> float:
-        """The same at the best ZeRO level, when all of it is hidden in one microbatch."""
-        key = (cell.tp, cell.cp, cell.ep, cell.etp, pp)
-        if dp * cell.cp * cell.tp % (cell.ep * cell.etp):
-            return math.inf  # experts do not fold out of these ranks
-        if key not in self._known_tails:
-            pairs = [self._updates(cell, pp, dp, zero) for zero in zeros(self.request.fix, dp * cell.cp)]
-            self._known_tails[key] = min(sent * self._slowing + update for sent, update in pairs) * _ROUNDING
-        return self._known_tails[key]
+    def _least_tail(self, cell: Cell, work: float) -> float:
+        """The least of any size and ZeRO level whose state fits; ``work``: seconds that a mean rank computes, at least.
+
+        Under a rank that computes longer more is hidden, but no more than it is longer by.
+        """
+        request, after = self.request, self._after(cell)
+        counts = request.global_batch * cell.tp * cell.cp * np.array(self._sizes) / (request.world_size * cell.micro)
+        times = np.where(self._thirds, counts[:, None], 1.0)
+        shown = after.sent - self._hidden * (work / counts)[:, None]
+        tails = times * np.maximum(after.sent * self._slowing, shown) + after.updates
+        fits = (after.state <= request.memory) & (counts == np.floor(counts))[:, None]
+        return float(np.where(fits, tails, np.inf).min())
+
+    def _after(self, cell: Cell) -> _After:
+        """By number of pipeline ranks and ZeRO level; the same for all cells that cut parameters alike."""
+        experts, world = cell.ep * cell.etp, self.request.world_size
+        if (cell.tp, experts) not in self._afters:
+            sent, updates, state = np.full((3, len(self._sizes), len(ZEROS)), np.inf)
+            alone = dataclasses.replace(cell, cp=1, context="ring")
+            for place, pp in enumerate(self._sizes):
+                dp = world // (cell.tp * pp)
+                if world % (cell.tp * pp) or dp * cell.tp % experts:
+                    continue
+                for zero in zeros(self.request.fix, dp):
+                    sent[place, zero], updates[place, zero] = self._updates(alone, pp, dp, zero)
+                    state[place, zero] = self._state.bytes(alone, pp, dp, zero)
+            self._afters[cell.tp, experts] = _After(sent=sent, updates=updates, state=state)
+        return self._afters[cell.tp, experts]
 
     def _updates(self, cell: Cell, pp: int, dp: int, zero: int) -> tuple[float, float]:
         """Seconds of a mean rank: communication of gradients and weights, once each, and the optimizer."""
@@ -419,14 +452,25 @@ class Bounds:
         means = {mode: sum(one[number] for number in self._numbers) / len(self._numbers) for mode, one in each.items()}
         return {mode: means[mode] - means["none"] for mode in MODES[1:]}
 
+    def _launched(self, cell: Cell, mode: str) -> list[float]:
+        """Seconds of the host for one microbatch: each kind of layer, the embedding, the head."""
+        practice = self.request.practice
+        launch = 0.0 if practice.graph else launch_of(self._machine, practice)
+        shown = 0.0 if practice.graph else 1.0
+        return [sum(phase.launches * launch + phase.waits * shown for phase in one) for one in self._spent(cell, mode)]
+
     def _phases(self, cell: Cell, mode: str) -> tuple[list[float], list[float], list[float]]:
         """Seconds of F, B and W of one microbatch: each kind of layer, the embedding, the head."""
+        parts = self._spent(cell, mode)
+        forward, backward, weight = ([phase.total for phase in side] for side in zip(*parts, strict=True))
+        return forward, backward, weight
+
+    def _spent(self, cell: Cell, mode: str) -> list[tuple[Spent, Spent, Spent]]:
         cut = self.slice(cell)
         known = mode if mode in MODES else "none"  # ranges of layers: no less than that
         parts = [layer_times(self._machine, cut, *kind, known) for kind in self._kinds]
         parts += [end_times(self._machine, cut, last) for last in (False, True)]
-        forward, backward, weight = ([phase.total for phase in side] for side in zip(*parts, strict=True))
-        return forward, backward, weight
+        return parts
 
     def slice(self, cell: Cell) -> Slice:
         """A rank's share of a layer."""

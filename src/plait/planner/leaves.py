@@ -72,6 +72,13 @@ class Leaves:
         """Seconds of the leaf at ``place``, at least."""
         return float(self._every.ravel()[self._places[place]])
 
+    @property
+    def plain(self) -> int | None:
+        """The place of the first leaf that is a form as it is."""
+        modes = self._places // self._every.shape[2] % self._every.shape[1]
+        found = np.flatnonzero(modes < len(self._modes))
+        return int(found[0]) if len(found) else None
+
     def _at(self, place: int) -> tuple[int, int, int]:
         entry, mode, zero = np.unravel_index(self._places[place], self._every.shape)
         return int(entry), int(mode), int(zero)

@@ -21,7 +21,7 @@ from plait.planner.live import Live, filled, live_of
 from plait.planner.parameters import elements, parts_of, stage_parts, state_bytes
 from plait.planner.passing import Passing, optimizer_work, passing, reserve, standing
 from plait.planner.saved import cpu_of, local_of
-from plait.planner.stage_memory import StageMemory, stage_memory
+from plait.planner.stage_memory import StageMemory, same_layers, stage_memory
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,7 +107,7 @@ class Ranks:
         self._at = local_of(model, self._alone, job.seq, cpu_of(job))
         self._parts = parts_of(model, plan)
         # Equal stages are the same in the middle: of their place in the model they know nothing.
-        self._alike = model.moe is None and model.window_from == 0 and ":" not in plan.recompute
+        self._alike = same_layers(model) and ":" not in plan.recompute
         self._stages: dict[tuple[int, int, int, int], StageMemory] = {}
         self._comings: dict[tuple[tuple[str, int], ...], Passing] = {}
         self._states: dict[tuple[tuple[str, int], ...], _State] = {}

@@ -24,9 +24,7 @@ def pace_of(machine: Machine, stage: Stage, practice: Practice, microbatches: in
     if practice.graph:
         return Paced(forward=f, backward=b, weight=w)
     table, family = machine.table, machine.family
-    launch = machine.launch * table.of("pace", practice.framework)
-    if practice.fused:
-        launch *= table.of("fused_launch", family)
+    launch = launch_of(machine, practice)
     # Messages wait for other ranks, so that the host does not get ahead under them.
     host_f = stage.forward.launches * launch + stage.forward.waits
     host_b = (stage.backward.launches + stage.weight.launches) * launch + stage.backward.waits + stage.weight.waits
@@ -37,6 +35,12 @@ def pace_of(machine: Machine, stage: Stage, practice: Practice, microbatches: in
     mean = (alone + (microbatches - 1) * many) / microbatches
     factor = mean / (f + b + w) if f + b + w else 1.0
     return Paced(forward=f * factor, backward=b * factor, weight=w * factor)
+
+
+def launch_of(machine: Machine, practice: Practice) -> float:
+    """Seconds that the host takes for a launch."""
+    launch = machine.launch * machine.table.of("pace", practice.framework)
+    return launch * machine.table.of("fused_launch", machine.family) if practice.fused else launch
 
 
 def _smooth(device: float, host: float, power: float) -> float:

@@ -36,9 +36,14 @@ class Pipe:
 
 
 class Pipes:
-    """``pipes`` of a model whose layers are of ``kinds``, numbers below ``count - 2``."""
+    """``pipes`` of a model whose layers are of ``kinds``, numbers below ``count - 2``.
 
-    def __init__(self, pipes: Sequence[Pipe], model: ModelConfig, kinds: Sequence[int], count: int) -> None:
+    ``closed``: the time model takes pipelines by its closed forms, not action by action.
+    """
+
+    def __init__(
+        self, pipes: Sequence[Pipe], model: ModelConfig, kinds: Sequence[int], count: int, *, closed: bool
+    ) -> None:
         self.pipes = pipes
         prefix = np.zeros((model.num_layers + 1, count))
         prefix[1:] = np.cumsum(np.eye(count)[list(kinds)], axis=0)
@@ -61,6 +66,9 @@ class Pipes:
         self._ranks = np.array([pipe.pp for pipe in pipes])
         self.starts = np.cumsum([0, *self._ranks[:-1]])
         self._row = np.repeat(np.arange(len(pipes)), self._ranks)
+        self._closed = closed
+        self._virtual = np.array([pipe.virtual for pipe in pipes])
+        self._looped = np.array([pipe.schedule == "interleaved" and pipe.virtual > 1 for pipe in pipes])
         names = np.array([pipe.schedule for pipe in pipes])
         split = np.array([pipe.split for pipe in pipes])
         self._whole = np.where(split, 0, 1)[:, None]
@@ -68,13 +76,23 @@ class Pipes:
         turns = np.concatenate([np.arange(pipe.pp) for pipe in pipes])
         self._hops = ways * np.where((names == "interleaved")[self._row], self._ranks[self._row] - 1, turns)
 
-    def seconds(self, counts: Floats, phases: Sequence[Floats], hop: Floats) -> tuple[Floats, Floats]:
+    def seconds(
+        self, counts: Floats, phases: Sequence[Floats], hop: Floats, host: Floats, power: float
+    ) -> tuple[Floats, Floats]:
         """At least: of each pipeline [pipelines, modes], and of each rank for one microbatch [ranks, modes].
 
-        ``counts`` microbatches, ``phases`` F, B, W [kinds, modes], ``hop`` a transfer between stages.
+        ``counts`` microbatches, ``phases`` F, B, W [kinds, modes], ``hop`` a transfer between stages. ``host``: seconds
+        of the host [kinds, modes], whose pace joins in (`plait.planner.pace`): the norm of degree ``power`` of sums is
+        no more than the sum of the stages' norms.
         """
         forward, backward, weight = phases
-        work = self._work @ (forward + backward + weight)
+
+        def paced(layers: Floats) -> Floats:
+            device, launched = layers @ (forward + backward + weight), layers @ host
+            high, low = np.maximum(device, launched), np.minimum(device, launched)
+            return np.asarray(high * (1 + (low / np.maximum(high, 1e-30)) ** power) ** (1 / power))
+
+        work = paced(self._work)
         rows = counts[self._row, None] * work
         rows += self._ahead @ forward + self._behind @ (backward + weight)
         rows += (self._hops * hop[self._row])[:, None]
@@ -82,6 +100,15 @@ class Pipes:
         # One microbatch's way through all stages and back; a split backward's weight gradients may wait.
         way = self._all @ (forward + backward) + self._whole * (self._all @ weight)
         spans = np.maximum(spans, way + (2 * (self._ranks - 1) * hop)[:, None])
+        if self._closed:
+            # What the time model says of loops, whose stages differ (`plait.planner.overlap`).
+            stages = self._ranks * self._virtual
+            chunk = paced(self._all) / stages[:, None] + (2 * hop)[:, None]
+            steady = (
+                counts[:, None] * np.maximum.reduceat(work, self.starts, axis=0) + (self._ranks - 1)[:, None] * chunk
+            )
+            looped = np.maximum(steady, (stages + counts - 1)[:, None] * chunk)
+            spans = np.where(self._looped[:, None], np.maximum(spans, looped), spans)
         return spans, work
 
     def rows(self, index: int) -> slice:

@@ -33,6 +33,7 @@ from plait.planner.space import (
     Request,
     cells,
     legal,
+    likely,
     meshes,
     pipelines,
     plan_count,
@@ -61,6 +62,8 @@ class Search:
     """Legal combinations."""
     predicted: int
     """Of them, those that were predicted; bounds excluded the others."""
+    narrowed: bool = False
+    """Whether there were so many that unlikely ones were left out by rule (`plait.planner.space.likely`)."""
 
     @property
     def best(self) -> Candidate | None:
@@ -100,6 +103,9 @@ def search(
     require_possible(request)
     run = Run(request, top=top)
     run.finish()
+    if run.narrowed and not run.ranked:
+        run = Run(request, top=top, everything=True)
+        run.finish()
     near = None if run.ranked else tightest(request)
     require_some(request, bool(run.ranked) or near is not None)
     return Search(
@@ -110,6 +116,7 @@ def search(
         advice=() if near is None else tuple(nearest_words(request, near, tightest)),
         considered=run.considered,
         predicted=run.predicted,
+        narrowed=run.narrowed,
     )
 
 
@@ -162,15 +169,18 @@ _Node = Cell | _Close | _Next | Leaf
 class Run:
     """One search as it goes on."""
 
-    def __init__(self, request: Request, *, top: int) -> None:
+    def __init__(self, request: Request, *, top: int, everything: bool = False) -> None:
         self.request = request
         self.ranked: list[Candidate] = []
         self.predicted = 0
         self._top = top
+        self._tried: set[tuple[Plan, bool]] = set()
         self._bounds = Bounds(request)
         found = list(cells(request))
         self.considered = plan_count(request, found)
         require_some(request, self.considered > 0)
+        every, found = len(found), found if everything else likely(request, found)
+        self.narrowed = len(found) < every
         self._count = itertools.count()
         self._cells = found
         self._heap: list[tuple[float, int, _Node]] = []
@@ -192,7 +202,9 @@ class Run:
             elif isinstance(node, _Close) and not node.whole:
                 self._push(self._bounds.closely(node.cell, whole=True), _Close(cell=node.cell, whole=True))
             elif isinstance(node, _Close):
-                self._next(self._bounds.leaves(node.cell), 0)
+                leaves = self._bounds.leaves(node.cell)
+                self._probe(leaves)
+                self._next(leaves, 0)
             elif isinstance(node, _Next):
                 self._next(node.leaves, node.place + 1)
                 self._try(node.leaves.leaf(node.place))
@@ -207,13 +219,21 @@ class Run:
         if place < len(leaves):
             self._push(leaves.bound(place), _Next(leaves=leaves, place=place))
 
+    def _probe(self, leaves: Leaves) -> None:
+        """A cell's first form that may fit as it is, out of turn: a good plan early spares much of what comes later."""
+        place = leaves.plain
+        if place is not None and leaves.bound(place) < self.limit:
+            self._try(leaves.leaf(place))
+
     def _try(self, leaf: Leaf) -> None:
         """A form, or (``fit``) the one that recomputes as many of its layers as it takes to fit."""
         plan = plan_of(self.request, leaf.cell, leaf.form)
-        if not legal(self.request, plan):
+        if (plan, leaf.fit) in self._tried or not legal(self.request, plan):
             return
+        self._tried.add((plan, leaf.fit))
         if leaf.fit:
-            self._fit(leaf, plan)
+            if self._worth(plan):  # recomputing takes longer than not
+                self._fit(leaf, plan)
             return
         self.predicted += 1
         prediction = predict(self.request.job(plan))

@@ -35,6 +35,8 @@ LARGEST: Final = 1 << 32
 LARGEST_BATCH: Final = 1 << 20
 """Devices, tokens a sample, and samples of a request: what is beyond are typing errors, whose steps take hours to go
 through."""
+WIDE: Final = 16384
+"""Cells up to which all are looked at."""
 _ROW_RULES: Final = (fitting.rows, fitting.batch)
 _DEPTH_RULES: Final = (fitting.depth, fitting.stages)
 
@@ -176,6 +178,25 @@ def cells(request: Request) -> Iterator[Cell]:
                         if any(rule.test(request.facts(_mild(plan))) for rule in rules):
                             continue
                         yield from _rows(request, tp, cp, context, ep, etp, dps)
+
+
+def likely(request: Request, among: Sequence[Cell]) -> list[Cell]:
+    """Of more than `WIDE` cells, those that are worth their time: a rule of thumb, not a bound. All where none is left.
+
+    Sequence parallelism wherever there is tp; tp x cp up to the fastest domain for every 4,096 tokens of a sample; no
+    more tokens on a rank than a sample has. What ``fix`` gives stays.
+    """
+    if len(among) <= WIDE:
+        return list(among)
+    fix, most = request.fix, request.topology.tiers[0].size * -(-request.seq // 4096)
+    found = [
+        cell
+        for cell in among
+        if (cell.sp or cell.tp == 1 or "sequence_parallel" in fix)
+        and (cell.tp * cell.cp <= most or "tp" in fix or "cp" in fix)
+        and (cell.micro <= cell.cp * cell.tp or "micro" in fix)
+    ]
+    return found or list(among)
 
 
 def _mild(plan: Plan) -> Plan:

@@ -1,4 +1,4 @@
-"""Making a plan fit: layers moved between stages, and no more of them recomputed than memory asks for."""
+"""Making a plan fit: no more of its layers recomputed than memory asks for."""
 
 from __future__ import annotations
 
@@ -15,70 +15,6 @@ from plait.planner.space import MODES, Request
 
 _REPAIRS: Final = 4
 """Times that a choice which does not fit by the memory model is enlarged: a rank's peak is not quite linear in it."""
-
-
-def cut_within(
-    seconds: Sequence[float],
-    stages: int,
-    *,
-    state: Sequence[float],
-    kept: Sequence[float],
-    live: Sequence[int],
-    limit: float,
-    ends: tuple[float, float] = (0.0, 0.0),
-    end_state: tuple[float, float] = (0.0, 0.0),
-) -> tuple[int, ...] | None:
-    """Layers of each stage: the cut with the least maximal stage time among those that fit; None where none fits.
-
-    Of each layer: ``seconds``, bytes of ``state``, and bytes ``kept`` for each of the ``live[s]`` microbatches that
-    stage s holds. ``ends`` and ``end_state`` are added to the first and the last stage. Every stage gets a layer. For
-    a given bottleneck, each stage from the last one on takes as many layers as it can: what is left is the least for
-    the stages before it, so that the check is exact. Among equals, early stages, which hold most, get fewest layers.
-    """
-    count = len(seconds)
-    if not 1 <= stages <= count:
-        return None
-    times, states, keeps = ([0.0, *itertools.accumulate(one)] for one in (seconds, state, kept))
-
-    def cost(stage: int, start: int, stop: int) -> float:
-        extra = (ends[0] if stage == 0 else 0.0) + (ends[1] if stage == stages - 1 else 0.0)
-        return times[stop] - times[start] + extra
-
-    def fits(stage: int, start: int, stop: int) -> bool:
-        extra = (end_state[0] if stage == 0 else 0.0) + (end_state[1] if stage == stages - 1 else 0.0)
-        return states[stop] - states[start] + live[stage] * (keeps[stop] - keeps[start]) + extra <= limit
-
-    def filled(bottleneck: float) -> tuple[int, ...] | None:
-        counts = []
-        stop = count
-        for stage in reversed(range(stages)):
-            start = stop
-            while start > stage and fits(stage, start - 1, stop) and cost(stage, start - 1, stop) <= bottleneck:
-                start -= 1
-            if start == stop or (stage == 0 and start > 0):
-                return None
-            counts.append(stop - start)
-            stop = start
-        return tuple(reversed(counts))
-
-    def slowest(cut: Sequence[int]) -> float:
-        return max(cost(stage, *bounds) for stage, bounds in enumerate(stage_bounds(cut)))
-
-    best = filled(math.inf)
-    if best is None:
-        return None
-    low, high = 0.0, slowest(best)
-    while True:
-        # Halving while there is room, then below the best found by the least step: the end proves it.
-        middle = (low + high) / 2
-        wanted = middle if high - low > 1e-6 * high else math.nextafter(high, 0.0)
-        cut = filled(wanted)
-        if cut is not None:
-            best, high = cut, slowest(cut)
-        elif wanted == middle:
-            low = middle
-        else:
-            return best
 
 
 def recompute_to_fit(

@@ -141,13 +141,17 @@ def _alike(model: ModelConfig, plan: Plan, first: int, stop: int) -> list[tuple[
     def kind(layer: int) -> tuple[bool, int | None, str]:
         return model.moe_of(layer) is not None, model.window_of(layer), modes[layer]
 
-    plain = model.moe is None and model.window_from == 0 and ":" not in plan.recompute
-    if plain:
+    if same_layers(model) and ":" not in plan.recompute:
         return [(0, plan.recompute, stop - first)] if stop > first else []
     return [
         (_first_of(model, key[0], key[1]), key[2], len(list(group)))
         for key, group in itertools.groupby(range(first, stop), kind)
     ]
+
+
+def same_layers(model: ModelConfig) -> bool:
+    """Whether all layers of the model are of one kind."""
+    return model.window_from == 0 and (model.moe is None or not model.moe.dense_layers)
 
 
 @lru_cache(maxsize=256)
