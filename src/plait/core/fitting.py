@@ -73,6 +73,9 @@ def stages(facts: Facts) -> str | None:
     plan, layers = facts.plan, facts.shape.num_layers
     if plan.stages is None:
         return None
+    fits = len(plan.stages) == plan.stage_count and sum(plan.stages) == layers
+    if fits and min(plan.stages) >= 0 and 0 not in plan.stages[1:-1]:
+        return None
     name = "stages=" + ",".join(map(str, plan.stages))
     roomy = layers >= plan.stage_count
     even = ",".join(map(str, cut_stages([1.0] * layers, plan.stage_count))) if roomy else ""
