@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -20,15 +19,12 @@ import numpy as np
 from plait.core.plan import Plan
 from plait.models.config import flops_per_token
 from plait.planner import layers
-from plait.planner.habits import habits_of
 from plait.planner.kernels import Machine, seconds
 from plait.planner.leaves import Leaf, Leaves, State
 from plait.planner.ops import Message, Op, Slice
 from plait.planner.pace import launch_of
-from plait.planner.parameters import parts_of, width_of
-from plait.planner.peaks import Peaks, Rows, parts_table, sizes_of
 from plait.planner.pipes import Floats, Pipe, Pipes
-from plait.planner.saved import local_of
+from plait.planner.room import Peak, Room
 from plait.planner.space import (
     MODES,
     ZEROS,
@@ -82,21 +78,6 @@ class _Table:
     updates: Floats
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Peak:
-    """Bytes of a cell's pipelines, at least."""
-
-    rows: Rows
-    values: Floats
-    """With all layers in one mode [pipes, modes, zeros]."""
-    least: Floats
-    """With the best mode of every layer [pipes, zeros]."""
-    over: Floats
-    """What a row lacks when it recomputes nothing [rows, zeros]."""
-    saved: Floats
-    """Of one layer and microbatch [kinds + 3, modes]."""
-
-
 @final
 class Bounds:
     """The bounds of one request."""
@@ -123,10 +104,6 @@ class Bounds:
         self._ones: dict[Cell, _Sample] = {}
         self._pipes: Pipes | None = None
         self._sizes = pipeline_sizes(request)
-        self._known_widths: dict[tuple[int, int], tuple[Floats, Floats, Floats]] = {}
-        # What a layer's weights take on the wire; frameworks that gather a step's weights at once are left out.
-        self._wires = np.array([self._state.wire, self._state.wire, 4.0])
-        self._plain = not habits_of(request.practice).fsdp
 
     def roughly(self, cell: Cell) -> float:
         """Seconds of every plan of ``cell``, at least: FLOPs at the best rate, of a step and of one microbatch."""
@@ -205,7 +182,7 @@ class Bounds:
             self._pipes = Pipes(
                 found, request.model, self._numbers, len(self._kinds) + 2, closed=request.topology.cores is None
             )
-            self._peaks = Peaks(found, request.model, self._numbers, request.practice)
+            self._room = Room(request, found, self._numbers, self._modes)
             self._of_pipe = np.array([self._sizes.index(pipe.pp) for pipe in found])
             self._split = np.array([pipe.split for pipe in found])
         return len(found)
@@ -220,7 +197,7 @@ class Bounds:
         if np.isinf(counts).all():
             none = np.full((1, 1, 1), np.inf)
             return Leaves(cell, pipes, dps, self._modes, bounds=none, relieved=none[:, 0], ranks=none, tails=none)
-        peak = self._peak(cell, counts, table)
+        peak = self._room.peak(cell, self._plan(cell), counts, table.sent)
         fits = (peak.values <= self.request.memory) & (counts < np.inf)[:, None, None]
         if all_of_them:
             fits[:] = (peak.values < np.inf) & (counts < np.inf)[:, None, None]
@@ -245,7 +222,7 @@ class Bounds:
         return Leaves(cell, pipes, dps, self._modes, bounds=bounds, relieved=relieved, ranks=ranks, tails=tails)
 
     def _relieved(
-        self, peak: _Peak, counts: Floats, plain: Floats, ranks: Floats, busiest: Floats, phases: Sequence[Floats]
+        self, peak: Peak, counts: Floats, plain: Floats, ranks: Floats, busiest: Floats, phases: Sequence[Floats]
     ) -> Floats:
         """Seconds at least once enough layers are recomputed [pipes, zeros]; infinite where all are too few."""
         rows, kinds = peak.rows, len(self._kinds)
@@ -299,82 +276,6 @@ class Bounds:
         times = np.where(self._thirds, counts[:, None], 1.0)[:, None]
         return np.asarray((times * np.maximum(sent * self._slowing, sent - hidden) + update) * _ROUNDING)
 
-    def _peak(self, cell: Cell, counts: Floats, table: _Table) -> _Peak:
-        """Bytes of every pipeline's telling ranks, at least."""
-        request, plan = self.request, self._plan(cell)
-        at = local_of(request.model, plan, request.seq, request.topology.device.kind == "cpu")
-        firsts = tuple(self._numbers.index(number) for number in range(len(self._kinds)))
-        known = [mode if mode in MODES else "full" for mode in self._modes]  # ranges of layers: no less than that
-        sizes = [sizes_of(request.model, plan, request.practice, at, firsts, mode) for mode in known]
-        rows = self._peaks.rows(counts)
-        keeps = rows.kept @ np.array([one.keeps for one in sizes]).T
-        keeps += rows.waiting @ np.array([one.waits for one in sizes]).T
-        work = np.array([one.work for one in sizes])[:, rows.work].T
-        held = self._held(cell, rows, table)
-        limit = request.memory / _ROUNDING
-        values = np.full((len(counts), len(sizes), len(ZEROS)), np.inf)
-        least = np.full((len(counts), len(ZEROS)), np.inf)
-        which = rows.pipe[rows.starts]
-        values[which] = np.maximum.reduceat((keeps + work)[:, :, None] + held[:, None], rows.starts, axis=0) * _ROUNDING
-        lowest = work.min(axis=1)[:, None] + held
-        least[which] = np.maximum.reduceat(keeps.min(axis=1)[:, None] + lowest, rows.starts, axis=0) * _ROUNDING
-        one = np.array([size.keeps for size in sizes]).T
-        return _Peak(rows=rows, values=values, least=least, over=keeps[:, :1] + lowest - limit, saved=one[:, :1] - one)
-
-    def _held(self, cell: Cell, rows: Rows, table: _Table) -> Floats:
-        """State, and what comes and goes with ZeRO 2 and 3 [rows, zeros]; infinite where a level makes no sense."""
-        parts = self._parts(cell)
-        width, unit, bias = self._widths(cell)
-        units = parts[rows.units]
-        whole = units[:, :2].sum(axis=1)
-        grads = units[:, 2:].sum(axis=1)
-        grads[:, 2] -= grads[:, 3]
-        place = self._of_pipe[rows.pipe]
-        elements = rows.held @ self._per_part(parts)
-        state = np.einsum("rk,rzk->rz", elements[:, :3], width[place]) - elements[:, 3:] * bias[place]
-        if self._plain:
-            coming = np.einsum("rk,rzk->rz", whole[:, :3], unit[place] * self._wires)
-            coming *= np.array([zero == 3 for zero in ZEROS])
-            more = np.einsum("rk,rzk->rz", grads[:, :3], unit[place] * 4.0)
-            state += coming + more * np.array([zero >= 2 for zero in ZEROS])
-        return np.where(np.isinf(table.sent[place]), np.inf, state)
-
-    def _per_part(self, parts: Floats) -> Floats:
-        """Elements of each kind of layer, the embedding, the tail, a tied embedding."""
-        layers = [parts[2 if experts else 1] for experts, _ in self._kinds]
-        return np.array([*layers, parts[0], parts[3], parts[4]])
-
-    def _parts(self, cell: Cell) -> Floats:
-        return parts_table(parts_of(self.request.model, self._plan(cell)))
-
-    def _widths(self, cell: Cell) -> tuple[Floats, Floats, Floats]:
-        """Bytes of state a parameter (dense, expert, router), whether several ranks share it, and bytes that a router's
-        bias has not: [pipeline sizes, zeros, 3], the same, [pipeline sizes, zeros]."""
-        experts = cell.ep * cell.etp
-        if (cell.tp, experts) not in self._known_widths:
-            practice, precision = self.request.practice, self._precision
-            of = (practice.weight_bytes, practice.grad_bytes, practice.optimizer_bytes)
-            fsdp, own, group = (
-                habits_of(practice).fsdp,
-                4 if precision == "fp32" else 2,
-                self.request.fix.get("zero_group"),
-            )
-            width, unit = np.zeros((len(self._sizes), len(ZEROS), 3)), np.zeros((len(self._sizes), len(ZEROS), 3))
-            bias = np.zeros(width.shape[:2])
-            for place, zero in itertools.product(range(len(self._sizes)), ZEROS):
-                ranks = self.request.world_size // self._sizes[place]
-                shares = [1 if zero == 0 else max(1, ranks // cuts) for cuts in (cell.tp, experts)]
-                if group is not None:
-                    shares = [math.gcd(int(str(group)), share) for share in shares]
-                for kind, (share, bytes_) in enumerate(zip((*shares, shares[0]), (own, own, 4), strict=True)):
-                    one = width_of(bytes_, share, 1, zero, of, fsdp)
-                    width[place, zero, kind] = one.weights + one.gradients + one.optimizer
-                    unit[place, zero, kind] = one.gradients < (4.0 if of[1] is None else of[1])
-                    if kind == 2:
-                        bias[place, zero] = one.gradients + one.optimizer
-            self._known_widths[cell.tp, experts] = width, unit, bias
-        return self._known_widths[cell.tp, experts]
-
     def state_of(self, cell: Cell, pp: int, dp: int, zero: int) -> float:
         """Bytes of state of a mean rank."""
         return self._state.bytes(cell, pp, dp, zero)
@@ -384,7 +285,7 @@ class Bounds:
         cell = leaf.cell
         table = self._by_size(cell, dict(meshes(self.request, cell.tp, cell.cp)))
         assert self._pipes is not None, "lay() comes first"
-        values = self._peak(cell, table.counts[self._of_pipe], table).values
+        values = self._room.peak(cell, self._plan(cell), table.counts[self._of_pipe], table.sent).values
         return float(values[self._pipes.pipes.index(leaf.pipe), self._modes.index(leaf.recompute), leaf.zero])
 
     def recomputed(self, leaf: Leaf, extra: Mapping[int, float]) -> float:

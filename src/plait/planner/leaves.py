@@ -11,6 +11,7 @@ from typing import final
 import numpy as np
 
 from plait.models.config import ModelConfig, parameter_shapes
+from plait.planner.habits import habits_of
 from plait.planner.pipes import Floats, Pipe, Pipes
 from plait.planner.space import ZEROS, Cell, Form, Request
 
@@ -117,6 +118,8 @@ class State:
     def __init__(self, request: Request) -> None:
         self.dense, self.experts = _parameters(request.model)
         practice, full = request.practice, request.base()["precision"] == "fp32"
+        # FSDP shares its fp32 weights at level 2 as well.
+        self.whole = 2 if habits_of(practice).fsdp else 3
         self.wire = 4.0 if full else 2.0
         self.weight = practice.weight_bytes or self.wire
         self.grad = practice.grad_bytes or 4.0
@@ -129,7 +132,10 @@ class State:
         total = 0.0
         for count, cuts, sharing in ((self.dense, cell.tp, data), (self.experts, experts, copies)):
             optimizer = self.optimizer / (sharing if zero >= 1 else 1)
-            grad, weight = self.grad / (sharing if zero >= 2 else 1), self.weight / (sharing if zero == 3 else 1)
+            grad, weight = (
+                self.grad / (sharing if zero >= 2 else 1),
+                self.weight / (sharing if zero >= self.whole else 1),
+            )
             total += count / cuts * (optimizer + grad + weight)
         return total / pp
 
