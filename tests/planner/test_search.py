@@ -188,6 +188,20 @@ def test_losers_say_why() -> None:
         assert not loser.candidate.fits(found.request.memory) or loser.candidate.prediction.step_time >= best
 
 
+def test_a_losing_kind_is_shown_by_its_best_plan() -> None:
+    asked = {"world_size": 64, "seq": 8192, "global_batch": 256}
+    found = search(PRESETS["llama3-8b"], cluster("h100", 64), top=5, **asked)  # type: ignore[arg-type]
+    shown = {loser.kind: loser.candidate.prediction.step_time for loser in found.losers}
+    for one in found.ranked:
+        for kind in ("pp", "tp", "cp", "micro", "schedule", "zero"):
+            kinds = f"{kind}={getattr(one.plan, kind)}"
+            assert shown.get(kinds, 0.0) <= one.prediction.step_time * (1 + 1e-9), kinds
+    for kind in ("tp", "cp"):
+        best = search(PRESETS["llama3-8b"], cluster("h100", 64), top=1, losers=False, fix={kind: 2}, **asked).best  # type: ignore[arg-type]
+        assert best is not None
+        assert shown[f"{kind}=2"] == pytest.approx(best.prediction.step_time)
+
+
 def test_reasons_name_what_takes_the_time() -> None:
     asked = request(DENSE, 32, global_batch=64)
 

@@ -45,8 +45,9 @@ def simplicity(plan: Plan) -> tuple[Any, ...]:
 class Losers:
     """Those of one search, whose ``cells`` and ``bounds`` it takes over."""
 
-    def __init__(self, request: Request, bounds: Bounds, cells: Sequence[Cell], best: Candidate) -> None:
-        self._request, self._bounds, self._cells, self._best = request, bounds, cells, best
+    def __init__(self, request: Request, bounds: Bounds, cells: Sequence[Cell], ranked: Sequence[Candidate]) -> None:
+        self._request, self._bounds, self._cells, self._best = request, bounds, cells, ranked[0]
+        self._ranked = ranked
 
     def each(self) -> Iterator[Loser]:
         """The most promising plan with each other value of an axis, and why it lost."""
@@ -95,7 +96,11 @@ class Losers:
                 leaf = leaves.leaf(place)
                 plans.append((leaf.bound, len(plans), plan_of(self._request, cell, leaf.form)))
         tried: list[Candidate] = []
-        best: Candidate | None = None
+        axis, _, value = kind.partition("=")
+        # What is ranked is of many kinds: none of them has a better plan that is not.
+        best = next((one for one in self._ranked if str(_value(one.plan, axis)) == value), None)
+        if best is not None:
+            tried, plans = [best], []
         for bound, _, plan in heapq.nsmallest(_TRIES, plans):
             if best is not None and bound >= best.prediction.step_time:
                 break
@@ -116,6 +121,11 @@ class Losers:
 def cell_of(plan: Plan) -> Cell:
     """The cell of a plan."""
     return Cell(tp=plan.tp, sp=plan.sp, cp=plan.cp, context=plan.context, ep=plan.ep, etp=plan.etp, micro=plan.micro)
+
+
+def _value(plan: Plan, axis: str) -> object:
+    """The plan's own value of what a kind is named by."""
+    return plan.etp if axis == "expert_tp" else getattr(plan, axis)
 
 
 def _near(value: object, own: object) -> bool:

@@ -277,4 +277,4 @@ class Run:
 
     def losers(self) -> Iterator[Loser]:
         """The most promising plan with each other value of an axis, and why it lost."""
-        return Losers(self.request, self._bounds, self._cells, self.ranked[0]).each()
+        return Losers(self.request, self._bounds, self._cells, self.ranked).each()
