@@ -50,7 +50,7 @@ def _config(arguments: argparse.Namespace) -> Config:
 
 
 def _train(arguments: argparse.Namespace) -> int:
-    from plait.train.elastic import rejoined
+    from plait.train.launch import placed
     from plait.train.run import prepare
 
     if arguments.resume is not None:
@@ -61,7 +61,10 @@ def _train(arguments: argparse.Namespace) -> int:
         config = config_of(arguments.resume, tuple(arguments.set))
     else:
         config = _config(arguments)
-    config = rejoined(config)
+    if placed() is not None:
+        from plait.train.elastic import rejoined
+
+        config = rejoined(config)
     setup = prepare(config)  # before torch is loaded: bad input is refused at once
     if arguments.dry:
         from plait.train import dry

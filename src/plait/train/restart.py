@@ -78,10 +78,15 @@ class _Supervisor:
                 if not self._recalled():
                     self._log.write("stopped", {"step": self._step()})
                     raise
-                self._log.write("recalled", {"step": self._step(), "places": list(self._slots.usable())})
+                self._recall()
             except WorkerFailed as failed:
                 self._after(failed)
                 self._told(failed)
+                if set(self._slots.usable()) - set(self._places):
+                    self._recall()  # places have come back that the attempt ended too soon to be called together for
+
+    def _recall(self) -> None:
+        self._log.write("recalled", {"step": self._step(), "places": list(self._slots.usable())})
 
     def _planned(self, again: bool) -> tuple[Config, int]:
         """What to run next, and on how many ranks: the run's own plan where all places are there."""
