@@ -344,3 +344,18 @@ def test_places_that_go_and_come_back(tmp_path: Path, monkeypatch: pytest.Monkey
     assert made.seen == [("dp=4", 4, False), ("pp=2 dp=1", 2, True), ("dp=4", 4, True)]
     assert [watched.places for watched in asked] == [None, (0, 1)]
     assert kinds(tmp_path / "run") == ["recalled", "plan", "recalled"]
+
+
+def test_places_that_come_back_while_a_rank_fails_are_told_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    slots = tmp_path / "slots"
+    slots.write_text("0 1")
+    monkeypatch.setenv("PLAIT_SLOTS", str(slots))
+
+    def back(config: Config, rest: Mapping[str, Any]) -> None:
+        slots.write_text("0 1 2 3")
+        os.utime(slots, ns=(1, 1))
+        fails(rank=0, step=3)(config, rest)
+
+    made = supervised(monkeypatch, tmp_path / "run", back, done, run='fallback_plans = ["pp=2 tp=1"]')
+    assert made.seen == [("pp=2 dp=1", 2, False), ("dp=4", 4, True)]
+    assert kinds(tmp_path / "run") == ["plan", "failure", "restart", "recalled"]
