@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 
 from plait.core.errors import ConfigError, PlanError
-from plait.core.legal import check
+from plait.core.legal import check, divisors
 from plait.core.plan import Plan
 from plait.models.config import PRESETS, ModelConfig, MoEConfig
 from plait.parallel.layout import model_shape
@@ -21,7 +21,7 @@ from plait.planner.cost import predict
 from plait.planner.losers import order, simplicity
 from plait.planner.memory import memory
 from plait.planner.search import search
-from plait.planner.space import MODES, SCHEDULES, ZEROS, Request, cells, divisors, plan_of
+from plait.planner.space import MODES, SCHEDULES, ZEROS, Request, cells, plan_of
 from plait.planner.why import Candidate, reason
 
 DENSE = ModelConfig(

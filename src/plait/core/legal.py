@@ -116,11 +116,11 @@ def nearest_plans(facts: Facts, most: int = 3) -> list[Plan]:
     plan, world_size = facts.plan, facts.world_size
     found: list[tuple[int, float, Plan]] = []
     copies = world_size // plan.cp if world_size % plan.cp == 0 else 0
-    eps = _divisors(facts.shape.num_experts) if plan.ep > 1 else [1]
-    for tp in _divisors(copies):
-        for pp in _divisors(copies // tp):
+    eps = divisors(facts.shape.num_experts) if plan.ep > 1 else [1]
+    for tp in divisors(copies):
+        for pp in divisors(copies // tp):
             dp = copies // (tp * pp)
-            micros = sorted({plan.micro, *_divisors(facts.global_batch // dp)})
+            micros = sorted({plan.micro, *divisors(facts.global_batch // dp)})
             for micro, ep in itertools.product(micros, eps or [1]):
                 other = dataclasses.replace(plan, tp=tp, pp=pp, dp=None if plan.dp is None else dp, micro=micro, ep=ep)
                 if any(rule.test(dataclasses.replace(facts, plan=other)) for rule in RULES):
@@ -132,6 +132,12 @@ def nearest_plans(facts: Facts, most: int = 3) -> list[Plan]:
     return [other for _, _, other in sorted(found, key=lambda row: row[:2])[:most]]
 
 
-def _divisors(size: int) -> list[int]:
+def divisors(size: int) -> list[int]:
+    """Numbers that divide ``size``, in order; of huge sizes those up to `NEAR`, and their counterparts."""
+    return list(_divisors(size))
+
+
+@functools.cache
+def _divisors(size: int) -> tuple[int, ...]:
     small = [n for n in range(1, min(math.isqrt(max(size, 0)), NEAR) + 1) if size % n == 0]
-    return sorted({*small, *(size // n for n in small)})
+    return tuple(sorted({*small, *(size // n for n in small)}))

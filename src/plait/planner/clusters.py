@@ -19,6 +19,7 @@ from pathlib import Path
 
 import numpy
 
+from plait.core.cache import cache_folder
 from plait.core.cluster_file import load
 from plait.core.errors import ConfigError
 from plait.core.fields import nearest_names
@@ -199,9 +200,8 @@ def local(devices: int) -> Topology:
 
 def local_path() -> Path:
     """Where `plait calibrate` puts what it found for this machine, by host name: a cache folder may be shared."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     host = re.sub(r"[^A-Za-z0-9._-]", "_", socket.gethostname()) or "localhost"
-    return cache / "plait" / f"cluster-{host}.toml"
+    return cache_folder() / f"cluster-{host}.toml"
 
 
 def _plain(name: str) -> str:

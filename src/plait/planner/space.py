@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,7 +18,7 @@ from plait.core import fitting
 from plait.core.errors import ConfigError, PlanError
 from plait.core.facts import Facts, ModelShape
 from plait.core.fields import nearest_names, typed
-from plait.core.legal import RULES, SIZE_RULES
+from plait.core.legal import RULES, SIZE_RULES, divisors
 from plait.core.plan import Plan, cut_stages
 from plait.core.topology import Topology
 from plait.models.config import ModelConfig
@@ -331,14 +330,3 @@ def _hint(request: Request) -> str:
 
 def _values(fix: Mapping[str, object], name: str, values: list[Any]) -> list[Any]:
     return [fix[name]] if fix.get(name) is not None else values
-
-
-@functools.cache
-def _divisors(size: int) -> tuple[int, ...]:
-    small = [n for n in range(1, math.isqrt(max(size, 0)) + 1) if size % n == 0]
-    return tuple(sorted({*small, *(size // n for n in small)}))
-
-
-def divisors(size: int) -> list[int]:
-    """Numbers that divide ``size``, in order."""
-    return list(_divisors(size))

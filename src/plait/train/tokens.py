@@ -6,6 +6,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from plait.core.cache import cache_folder
 from plait.core.config import Config
 from plait.core.errors import ConfigError
 
@@ -28,8 +29,7 @@ def token_path(config: Config) -> Path:
 
 def _cache_folder(config: Config) -> Path:
     """Where tokens made from text are kept: the user's cache, or the run folder where there is none to write in."""
-    home = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-    cache = Path(home) / "plait"
+    cache = cache_folder()
     try:
         cache.mkdir(parents=True, exist_ok=True)
         if os.access(cache, os.W_OK):
