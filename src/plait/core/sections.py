@@ -185,6 +185,11 @@ class RunSection:
         "last checkpoint and leave out the data since.",
         choices=("stop", "skip", "rollback"),
     )
+    straggler: float = key(
+        1.5,
+        "A rank whose own computing takes this many times what it takes the ranks with the same work is named; 0: none.",
+        within=NATURAL,
+    )
     max_skips: int = key(5, "Steps in a row that nan=skip leaves out, and rollbacks of one run.", within=POSITIVE)
     fallback_plans: tuple[str, ...] = key(
         (), 'Plans in one line, "pp=2 tp=1 micro=4", tried in order when ranks are gone; none: plait makes one.'
@@ -192,9 +197,16 @@ class RunSection:
     replicas: int = key(
         0, "Steps between copies of the state in this machine's memory, for restarts; 0: none.", within=NATURAL
     )
+    rebalance: int = key(
+        0,
+        "Steps whose measured times decide whether the stage cut is changed for ranks of unequal speed; 0: never.",
+        within=NATURAL,
+    )
 
     def __post_init__(self) -> None:
         check_values(self, "run")
+        if 0 < self.straggler <= 1:
+            raise ConfigError(f"[run] straggler = {self.straggler:g}: must be above 1, or 0 to name no rank")
         for text in self.fallback_plans:
             Plan.parse(text)
 
