@@ -30,7 +30,7 @@ plan.tp plan.pp plan.dp
 plan.cp plan.context plan.ep plan.expert_tp plan.micro plan.schedule plan.virtual plan.live plan.stages plan.zero
 plan.zero_group plan.gather plan.compress plan.node plan.precision plan.recompute
 plan.sequence_parallel plan.bucket_mb plan.auto run.dir run.processes run.device run.timeout run.threads
-run.resume run.max_restarts run.grace run.nan run.max_skips run.fallback_plans run.replicas
+run.resume run.max_restarts run.grace run.nan run.straggler run.max_skips run.fallback_plans run.replicas
 run.rebalance
 checkpoint.dir checkpoint.every checkpoint.keep checkpoint.keep_every checkpoint.asynchronous checkpoint.verify
 """

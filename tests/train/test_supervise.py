@@ -20,7 +20,7 @@ from plait.train.events_log import EventLog, read
 from plait.train.heartbeat import SIZE, Beat, Heartbeat, Lookout, beat_file, read_beat, state_of
 from plait.train.launch import Place, Worker
 from plait.train.local import Watched, WorkerFailed
-from plait.train.supervise import WINDOW_STEPS, Stop, StoppedError, Stragglers, restarted, stop_file
+from plait.train.supervise import PARTS, WINDOW_STEPS, Stop, StoppedError, Stragglers, restarted, stop_file
 
 
 def worker(rank: int, folder: Path | None) -> Worker:
@@ -142,9 +142,13 @@ def test_torchrun_says_that_it_has_started_ranks_again() -> None:
 # --- stragglers
 
 
-def windows(stragglers: Stragglers, *rows: list[float]) -> list[str | None]:
-    """One window of equal steps a row; what each ended with."""
-    return [[stragglers.observe(10, row) for _ in range(WINDOW_STEPS)][-1] for row in rows]
+def windows(stragglers: Stragglers, *rows: list[float], part: int = 0) -> list[str | None]:
+    """One window of equal steps a row, of each rank's forward (or other part); what each ended with."""
+    return [[stragglers.observe(10, parts(row, part)) for _ in range(WINDOW_STEPS)][-1] for row in rows]
+
+
+def parts(row: list[float], part: int = 0) -> list[list[float]]:
+    return [[seconds * (index == part) for index in range(len(PARTS))] for seconds in row]
 
 
 def test_a_rank_slower_than_its_like_is_named_once(tmp_path: Path) -> None:
@@ -153,7 +157,10 @@ def test_a_rank_slower_than_its_like_is_named_once(tmp_path: Path) -> None:
     even, slow = [1.0, 1.0, 1.1, 3.0], [1.0, 5.0, 1.1, 3.0]
     told = windows(stragglers, even, even, slow, even, slow, slow, slow, even, slow, slow)
     assert [text is not None for text in told] == [place in (5, 9) for place in range(10)]
-    assert told[5] == "step 10: rank 1 is slow: 5 s of its own computing a step, 4.8 times what its like takes"
+    assert told[5] == (
+        "step 10: rank 1 is slow: 5 s of its own computing a step, 4.8 times what its like takes, "
+        "above all in forward: 5 s, not 1.05"
+    )
     assert [(event.kind, event.fields["rank"]) for event in read(log.path)] == [("straggler", 1)] * 2
 
 
@@ -166,8 +173,32 @@ def test_a_rank_without_its_like_is_held_against_its_own_past() -> None:
 
 def test_short_steps_are_judged_over_seconds() -> None:
     stragglers = Stragglers([(0, 1)], seconds=1.0)
-    told = [stragglers.observe(step, [0.01, 0.05]) for step in range(50)]
+    told = [stragglers.observe(step, parts([0.01, 0.05])) for step in range(50)]
     assert [step for step, text in enumerate(told) if text] == [39]
+
+
+@pytest.mark.parametrize("part", range(len(PARTS)))
+def test_what_a_slow_rank_is_slow_in_is_named(tmp_path: Path, part: int) -> None:
+    """Beside its like: what it takes longer for than they. Without: longer than at first, as far as others have not."""
+    even = [[4.0, 3.0, 2.0, 1.0]] * 3
+    slow = [list(row) for row in even]
+    slow[1][part] += 9.0
+    log = EventLog(tmp_path / "events.jsonl")
+    for peers in ([(0, 1, 2)], [(0,), (1,), (2,)]):
+        stragglers = Stragglers(peers, seconds=0.0, log=log)
+        for rows in (even, slow, slow):
+            told = [stragglers.observe(1, rows) for _ in range(WINDOW_STEPS)][-1]
+        assert f"above all in {PARTS[part]}: {even[1][part] + 9:g} s, not {even[1][part]:g}" in str(told)
+    assert [event.fields["phase"] for event in read(log.path)] == [PARTS[part]] * 2
+
+
+def test_the_ratio_is_a_key_of_the_run_and_0_names_nobody() -> None:
+    for slow, named in ((0.0, False), (1.5, True), (5.0, True), (5.1, False)):
+        told = windows(Stragglers([(0, 1, 2)], slow=slow), [1.0, 5.0, 1.0], [1.0, 5.0, 1.0])
+        assert (told[1] is not None) == named
+    assert loads("[run]\nstraggler = 0").run.straggler == 0
+    with pytest.raises(ConfigError, match=r"\[run\] straggler = 0\.9: must be above 1, or 0"):
+        loads("[run]\nstraggler = 0.9")
 
 
 # --- what a supervisor decides

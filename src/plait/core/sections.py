@@ -187,7 +187,7 @@ class RunSection:
     )
     straggler: float = key(
         1.5,
-        "A rank whose own computing takes this many times what it takes the ranks with the same work is named; 0: none.",
+        "A rank is named whose own computing takes this many times what it takes those with the same work; 0: none is.",
         within=NATURAL,
     )
     max_skips: int = key(5, "Steps in a row that nan=skip leaves out, and rollbacks of one run.", within=POSITIVE)

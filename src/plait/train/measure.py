@@ -6,6 +6,7 @@ import os
 import resource
 import socket
 import sys
+from collections.abc import Sequence
 from time import perf_counter
 from typing import final
 
@@ -86,6 +87,8 @@ class Meter:
         """The largest of what the ranks gave to `finish`."""
         self.computes: list[float] = []
         """Seconds that each rank computed in the step."""
+        self.parts: list[list[float]] = []
+        """Each rank's own seconds in the step, by `plait.train.supervise.PARTS`."""
 
     def start(self) -> None:
         """A step begins."""
@@ -101,9 +104,11 @@ class Meter:
         seconds = perf_counter() - self._begin
         everyone = self._world.group("pp", "dp", "cp", "tp")
         rows = everyone.all_gather(self._numbers(seconds, asked)).wait().cpu().view(everyone.size, -1)
-        scalars, sent, stages = rows[:, :7], rows[:, 7 : 7 + len(AXES)], rows[:, 7 + len(AXES) :]
-        compute, first, last, waited, took, memory, signals = scalars.unbind(1)
+        scalars, sent, stages = rows[:, :9], rows[:, 9 : 9 + len(AXES)], rows[:, 9 + len(AXES) :]
+        compute, first, last, waited, took, memory, signals, update, data = scalars.unbind(1)
         self.asked, self.computes = int(signals.max()), compute.tolist()
+        forward, backward, weight = stages.view(len(rows), -1, 3, 2)[..., 0].sum(1).unbind(1)
+        self.parts = torch.stack([forward, backward + weight, update, data], dim=1).tolist()
         step_time = float(took.max())
         tokens = self._setup.config.train.global_batch * self._setup.config.data.seq
         measured = Bubble(compute=float(compute.sum()), ranks=len(rows), makespan=float(last.max() - first.min()))
@@ -157,15 +162,16 @@ class Meter:
         return perf_counter() if len(set(map(str, hosts))) > 1 else 0.0
 
     def _numbers(self, seconds: float, asked: int) -> Tensor:
-        """float64: compute, first start, last end, waiting, step seconds, memory, ``asked``; bytes by `AXES`; stages'
-        F B W."""
+        """float64: compute, first start, last end, waiting, step seconds, memory, ``asked``, optimizer, data; bytes by
+        `AXES`; stages' F B W."""
         spans = self._recorder.events()
         compute = [span for span in spans if span.stream == COMPUTE]
         first = min((span.start for span in compute), default=float("inf")) - self._origin
         last = max((span.end for span in compute), default=float("-inf")) - self._origin
         waited = sum(span.end - span.start for span in spans if span.stream == COMM)
         computed = sum(span.end - span.start for span in compute)
-        numbers = [computed, first, last, waited, seconds, self._memory(), asked]
+        update, data = (_own_seconds(spans, stream) for stream in ("update", "data"))
+        numbers = [computed, first, last, waited, seconds, self._memory(), asked, update, data]
         sent = dict.fromkeys(AXES, 0)
         for group, count in self._world.book.ledger.by_axis().items():
             sent[axis_of(group)] += count
@@ -200,3 +206,11 @@ class Meter:
         costs = [Cost(forward=f, backward=b, weight=w) for f, b, w in means]
         schedule = self._parallel.schedule(self._setup.microbatches).compute_only()
         return bubble(simulate(schedule, costs), len(schedule.ranks)).rate
+
+
+def _own_seconds(spans: Sequence[Event], stream: str) -> float:
+    """Seconds of ``stream`` without the waits for other ranks inside them."""
+    mine = [(span.start, span.end) for span in spans if span.stream == stream]
+    waits = [(span.start, span.end) for span in spans if span.stream == COMM]
+    inside = (end - start for start, end in waits if any(begin <= start and end <= stop for begin, stop in mine))
+    return sum(end - start for start, end in mine) - sum(inside)

@@ -129,8 +129,10 @@ class Steps:
             setup, world = self._setup, self._parallel.world
             total = setup.config.train.global_batch * setup.config.data.seq
             scale = 1.0 if self.scale is None else self.scale.value
+            begin = perf_counter()
             whole = microbatches(setup, self._samples, step + self.shift, world.at["dp"], world.device)
             self._loaded[step] = [self._parallel.local(batch, total=total, scale=scale) for batch in whole]
+            world.book.sink("data", "data", "microbatches", begin, perf_counter())
         return self._loaded[step]
 
     def _update(self, norm: float, lr: float) -> None:

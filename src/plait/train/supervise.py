@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 
 STOPPING = (signal.SIGTERM, signal.SIGUSR1)
 """Signals that ask a run to save and end: a preemption notice, and what Slurm's ``--signal=USR1@60`` sends."""
-SLOW = 1.5
-"""A rank is a straggler when its own compute time is this many times that of its like."""
+PARTS = ("forward", "backward", "optimizer", "data")
+"""What a rank's own time in a step goes to, in the order in which `Stragglers` is given it. Waiting is none of it."""
 WINDOW_STEPS, WINDOW_SECONDS = 10, 10.0
 """A window is at least so many steps, and at least so many seconds of computing; a rank that is slow in two windows in
-a row is named. Steps of milliseconds swing by more than `SLOW` for no reason that would last."""
+a row is named. Steps of milliseconds swing by more than any sensible ratio for no reason that would last."""
 
 
 class StoppedError(PlaitError):
@@ -95,38 +95,43 @@ class Stragglers:
     Waiting is no part of a compute time: in a step that all ranks share, everybody is as slow as the slowest, and only
     their own time tells who that is. ``peers`` are groups of ranks that have the same work (same pipeline stage); each
     is held against the median of the others in its group. A rank without its like is held against its own first window,
-    relative to what became of the others since. ``slow`` is the ratio from which on a rank is named.
+    relative to what became of the others since. ``slow`` is the ratio from which on a rank is named; 0: none ever is.
     """
 
     def __init__(
         self,
         peers: Sequence[Sequence[int]],
         *,
-        slow: float = SLOW,
+        slow: float = 1.5,
         seconds: float = WINDOW_SECONDS,
         log: EventLog | None = None,
     ) -> None:
         self._peers = {rank: [other for other in group if other != rank] for group in peers for rank in group}
         self._slow, self._seconds, self._log = slow, seconds, log
-        self._window: list[Sequence[float]] = []
+        self._window: list[Sequence[Sequence[float]]] = []
         self._spent = 0.0
         self._first: list[float] | None = None
+        self._first_parts: list[list[float]] = []
         self._before: set[int] = set()
         self._named: set[int] = set()
 
-    def observe(self, step: int, computes: Sequence[float]) -> str | None:
-        """Take ``computes``, the seconds that each rank computed in ``step``; a warning when a rank has turned slow.
+    def observe(self, step: int, parts: Sequence[Sequence[float]]) -> str | None:
+        """Take each rank's own seconds in ``step``, by `PARTS`; a warning when a rank has turned slow.
 
         It says so once: again only for a rank that was back to normal meanwhile. The event goes to the log.
         """
-        self._window.append(tuple(computes))
-        self._spent += max(computes, default=0.0)
+        if not self._slow:
+            return None
+        self._window.append(tuple(parts))
+        self._spent += max(map(sum, parts), default=0.0)
         if len(self._window) < WINDOW_STEPS or self._spent < self._seconds:
             return None
-        now = [median(values) for values in zip(*self._window, strict=True)]
+        by_rank = list(zip(*self._window, strict=True))
+        now = [median(map(sum, steps)) for steps in by_rank]
+        now_parts = [[median(values) for values in zip(*steps, strict=True)] for steps in by_rank]
         self._window, self._spent = [], 0.0
         if self._first is None:
-            self._first = now
+            self._first, self._first_parts = now, now_parts
         ratios = self._ratios(now, self._first)
         slow = {rank for rank, ratio in ratios.items() if ratio >= self._slow}
         lasting, self._before = slow & self._before, slow
@@ -135,11 +140,24 @@ class Stragglers:
         if not fresh:
             return None
         worst = max(fresh, key=ratios.__getitem__)
+        usual = self._usual_parts(worst, now, now_parts)
+        part = max(range(len(PARTS)), key=lambda index: now_parts[worst][index] - usual[index])
         if self._log is not None:
-            fields = {"step": step, "rank": worst, "seconds": now[worst], "ratio": ratios[worst], "computes": now}
-            self._log.write("straggler", fields)
+            fields = {"step": step, "rank": worst, "seconds": now[worst], "ratio": ratios[worst]}
+            self._log.write("straggler", {**fields, "phase": PARTS[part], "computes": now})
         spent = f"{now[worst]:.3g} s of its own computing a step"
-        return f"step {step}: rank {worst} is slow: {spent}, {ratios[worst]:.1f} times what its like takes"
+        where = f"above all in {PARTS[part]}: {now_parts[worst][part]:.3g} s, not {usual[part]:.3g}"
+        return f"step {step}: rank {worst} is slow: {spent}, {ratios[worst]:.1f} times what its like takes, {where}"
+
+    def _usual_parts(self, rank: int, now: Sequence[float], parts: Sequence[Sequence[float]]) -> list[float]:
+        """What each part takes the like of ``rank``; without its like, what it took at first, grown as others have."""
+        others = self._peers[rank]
+        if others:
+            return [median(values) for values in zip(*(parts[other] for other in others), strict=True)]
+        assert self._first is not None
+        pairs = [pair for other, pair in enumerate(zip(now, self._first, strict=True)) if other != rank]
+        grown = median([new / old if old > 0 else 1.0 for new, old in pairs]) if pairs else 1.0
+        return [seconds * grown for seconds in self._first_parts[rank]]
 
     def _ratios(self, now: Sequence[float], first: Sequence[float]) -> Mapping[int, float]:
         """How many times the time of its like each rank takes."""

@@ -120,7 +120,7 @@ def train(setup: Setup, world: World, *, as_json: bool = False, worker: Worker |
     steps = Steps(setup, parallel, samples, config.train.steps)
     keeper = Keeper(setup, parallel, samples, steps, worker.memory)
     heart, policy = Heartbeat(worker), NaNPolicy(config, keeper, steps)
-    stragglers = Stragglers(world.mesh.groups(("dp", "cp", "tp")), log=keeper.log)
+    stragglers = Stragglers(world.mesh.groups(("dp", "cp", "tp")), slow=config.run.straggler, log=keeper.log)
     trace_step = min(config.train.trace_step, config.train.steps - 1)
     lines = folder / "metrics.jsonl" if chief else None
     heart.beat(0, "load", bounded=False)
@@ -144,7 +144,7 @@ def train(setup: Setup, world: World, *, as_json: bool = False, worker: Worker |
             step = policy.after(step, taken) if lost else policy.passed(step)
             if not lost:
                 show.update(row)
-            warn(chief, stragglers.observe(step, meter.computes))
+            warn(chief, stragglers.observe(step, meter.parts))
             heart.beat(step, "save", bounded=False)
             save(keeper, step, asked=meter.asked, chief=chief)
         heart.beat(step, "save", bounded=False)
