@@ -110,8 +110,9 @@ def _under_last_plan(rows: list[dict[str, Any]], events: Sequence[Mapping[str, A
     """The last of ``rows`` that ran under one plan: promises are about no other."""
     start, plan = 0, None
     for event in events:
-        if event.get("kind") == "resume":
-            if plan is not None and event.get("plan") != plan:
+        kind = event.get("kind")
+        if kind in ("resume", "rebalanced"):
+            if kind == "rebalanced" or (plan is not None and event.get("plan") != plan):
                 start = int(event.get("step", 0))
             plan = event.get("plan")
     # Which plan a run began under is in no event; another number of ranks, or of axes that communicate, is another one.
