@@ -6,6 +6,7 @@ again. ``NAME.FAMILY`` is the value of one family of devices, ``NAME`` alone tha
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -147,9 +148,9 @@ CONSTANTS: Mapping[str, Constant] = {
     "launch.TPU": _c(0.0, "s", "host time of one operator: compiled programs", "definition"),
     "launch.cpu": _c(0.0, "s", "host time of one operator: in its own time", "definition"),
     "pace": _c(1.0, "1", "host time of an operator under a framework, relative to `launch`", "definition"),
-    "pace.megatron-deepspeed-profiled": _c(4.6, "1", "the same, its engine's hooks under a tracer", "vtrain_a100"),
+    "pace.megatron-deepspeed-profiled": _c(4.3, "1", "the same, its engine's hooks under a tracer", "vtrain_a100"),
     "pace.megatron-deepspeed": _c(
-        2.25, "1", "the same without: tracing about doubles a launch", "half of the one above"
+        2.15, "1", "the same without: tracing about doubles a launch", "half of the one above"
     ),
     "pace_join": _c(
         2.5, "1", "power of the norm that joins the device's and the host's time of a phase", "vtrain_a100"
@@ -169,6 +170,7 @@ CONSTANTS: Mapping[str, Constant] = {
     "link_share": _c(0.75, "of bandwidth", "all-reduce bandwidth inside a node, bus convention", _NCCL),
     "link_share.H100": _c(0.80, "of bandwidth", "all-reduce bandwidth inside a node, bus convention", _NCCL),
     "link_share.B200": _c(0.742, "of bandwidth", "all-reduce bandwidth inside a node, bus convention", _NCCL),
+    "pair_share": _c(0.87, "1", "all-reduce bandwidth of two devices in a node relative to that of more", _NCCL),
     "gather_share": _c(0.9, "1", "all-gather and reduce-scatter bandwidth relative to all-reduce", _NCCL),
     "exchange_share": _c(0.97, "1", "all-to-all bandwidth relative to all-reduce", _NCCL),
     "exchange_once": _c(
@@ -195,7 +197,25 @@ CONSTANTS: Mapping[str, Constant] = {
     "gather_low.torchtitan": _c(1.0, "1", "the same: enable_fsdp_float8_all_gather", "torchtitan's recipes"),
     "async_reduce": _c(0.0, "1", "1: tensor parallel sums of input gradients run under weight gradients", "definition"),
     "async_reduce.megatron-deepspeed": _c(1.0, "1", "the same: Megatron since 2022", "Megatron-LM, layers.py"),
+    "async_reduce.megatron-deepspeed-profiled": _c(
+        0.0, "1", "the same under a tracer, which runs kernels one after the other", "vtrain_a100"
+    ),
     "async_reduce.internevo": _c(1.0, "1", "the same: flash-attn's tensor-parallel layers", "InternEvo"),
+    "split_own": _c(0.0, "1", "1: beside a gather runs the product of a rank's own rows alone", "definition"),
+    "split_own.nanotron": _c(1.0, "1", "the same: _ColumnLinearAsyncCommunication", "nanotron, functional.py"),
+    "low_messages": _c(0.0, "1", "1: tensor parallel gathers of 8-bit products carry 8 bits", "definition"),
+    "low_messages.torchtitan": _c(1.0, "1", "the same: Float8ColwiseParallel", "torchao"),
+    "bucket": _c(math.inf, "bytes", "gradients that are reduced by one call", "definition"),
+    "bucket.nanotron": _c(50e6, "bytes", "the same: 25 MB of bf16, in fp32", "nanotron's defaults"),
+    "own_gathers": _c(0.0, "1", "1: ZeRO 3 gathers and reduces each weight by a call of its own", "definition"),
+    "own_gathers.deepspeed": _c(1.0, "1", "the same: DeepSpeed of 2021", "DeepSpeed, partition_parameters.py"),
+    "shard_copies": _c(
+        0.0, "launches", "copying a tensor's shard of one rank out of, or into, a list that is sent", "definition"
+    ),
+    "shard_copies.nanotron": _c(
+        1.0, "launches", "the same: shards are lists of tensors, rank by rank", "nanotron, distributed.py"
+    ),
+    "shard_copies.deepspeed": _c(1.0, "launches", "the same: DeepSpeed of 2021", "DeepSpeed, partition_parameters.py"),
     "split_share": _c(
         0.9, "1", "share of tensor-parallel communication that overlap in parts hides", "megatron_bridge_perf"
     ),

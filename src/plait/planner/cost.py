@@ -73,6 +73,7 @@ def predict(job: Job, table: Table = DEFAULT) -> Prediction:
     )
     span = span_of(pipe, job)
     ranks: list[RankTime] = []
+    tails: list[float] = []
     longest = 0.0
     sums = pipe.rank_sums()
     other = machine.table.of("step_host", machine.family) + host * m
@@ -88,8 +89,14 @@ def predict(job: Job, table: Table = DEFAULT) -> Prediction:
             known[key] = tail, _rank(rank, mine, sums[rank], m, span, data, moved, other)
         tail, one = known[key]
         longest = max(longest, tail)
+        tails.append(tail)
         ranks.append(one if one.pp == rank else replace(one, pp=rank))
     step = span + longest
+    # Ranks whose gradients and optimizer end before the slowest one's wait for it.
+    ranks = [
+        one if tail == longest else replace(one, bubble=one.bubble + longest - tail)
+        for one, tail in zip(ranks, tails, strict=True)
+    ]
     return _prediction(job, machine, stages, step, ranks)
 
 
@@ -103,20 +110,25 @@ def _rank(
     transfers: tuple[float, bool],
     other: float,
 ) -> RankTime:
-    """Where a rank's step goes; ``transfers``: seconds of them between stages, and whether the rank waits for them."""
+    """Where a rank's step goes: the parts make up ``span`` and the rank's own tail, but for rounding.
+
+    ``transfers``: seconds of them between stages, and whether the rank waits for them.
+    """
     exposed: dict[str, float] = {}
     hidden: dict[str, float] = {}
+    # Ranks that share cores are busy for less than their sums while others wait (`plait.planner.local`).
+    times = m * min(1.0, span / (m * busy)) if busy else float(m)
     for stage in held:
         for spent in (stage.forward, stage.backward, stage.weight):
             for axis, value in spent.exposed:
-                exposed[axis] = exposed.get(axis, 0.0) + m * value
+                exposed[axis] = exposed.get(axis, 0.0) + times * value
             for axis, value in spent.hidden:
-                hidden[axis] = hidden.get(axis, 0.0) + m * value
-    compute = m * busy - sum(exposed.values()) + data.grads.slowing + data.weights.slowing
+                hidden[axis] = hidden.get(axis, 0.0) + times * value
+    compute = times * busy - sum(exposed.values()) + data.grads.slowing + data.weights.slowing
     exposed["dp"] = data.grads.exposed + data.weights.exposed
     hidden["dp"] = data.grads.hidden + data.weights.hidden
     moved, blocking = transfers
-    idle = max(0.0, span - m * busy)
+    idle = max(0.0, span - times * busy)
     waited = min(moved, idle) if blocking else 0.0
     if moved:
         exposed["pp"] = waited

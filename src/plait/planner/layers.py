@@ -165,6 +165,8 @@ def _context(build: Builder, heads: float, kv_heads: float, qk: int, v: int) -> 
     """Attention across ``cp``: keys and values go round, or all are gathered, or heads are changed for tokens."""
     cut = build.cut
     keys = cut.width * cut.tokens * kv_heads * (qk + v)
+    # Gradients of keys are added up in fp32 by plait, in the activations' type by others.
+    grads = 4.0 / cut.width * keys if cut.practice.framework == "plait" else keys
     if cut.context == "ulysses":
         moved = cut.width * cut.tokens * (heads + kv_heads) * (qk + v)
         for side in (build.sent, build.returned):
@@ -173,14 +175,14 @@ def _context(build: Builder, heads: float, kv_heads: float, qk: int, v: int) -> 
     if cut.context == "gather":
         build.sent.append(Message(axis="cp", op="all_gather", size=keys * cut.cp))
         build.returned.append(Message(axis="cp", op="all_gather", size=keys * cut.cp))
-        build.returned.append(Message(axis="cp", op="reduce_scatter", size=keys * cut.cp))
+        build.returned.append(Message(axis="cp", op="reduce_scatter", size=grads * cut.cp))
         return
     # Each block's result is joined with those before, in fp32.
     joined = 4.0 * cut.tokens * heads * v * (cut.cp - 1)
     build.memory(build.forward, "core", 3 * joined, kernels=2 * (cut.cp - 1))
     build.memory(build.backward, "core", 3 * joined, kernels=2 * (cut.cp - 1))
     build.sent.append(Message(axis="cp", op="ring", size=keys * (cut.cp - 1)))
-    build.returned.append(Message(axis="cp", op="ring", size=2 * keys * (cut.cp - 1)))
+    build.returned.append(Message(axis="cp", op="ring", size=(keys + grads) * (cut.cp - 1)))
 
 
 def _mlp(build: Builder, part: str, ffn: float, tokens: float, *, gated: bool, bias: bool) -> None:
@@ -208,7 +210,12 @@ def _experts(build: Builder, moe: MoEConfig) -> None:
     """Router, dispatch, the rank's own experts, combine, shared experts."""
     cut, model = build.cut, build.cut.model
     hidden = model.hidden_size
-    own = cut.tokens / cut.tp if cut.sp or cut.etp < cut.tp else float(cut.tokens)
+    # Without sequence parallelism every tensor rank has all tokens; each routes its share of them.
+    own = cut.tokens / cut.tp
+    if cut.tp > 1 and not cut.sp:
+        whole = cut.width * cut.tokens * float(hidden)
+        for side in (build.sent, build.returned):
+            side.append(Message(axis="tp", op="all_gather", size=whole))
     build.linear("router", own, moe.num_experts, hidden, low=False)
     # Scores, top-k, counts and the places of the assignments.
     build.memory(build.forward, "router", 16.0 * own * moe.num_experts, kernels=6 if cut.practice.fused else 16)

@@ -56,12 +56,16 @@ def _vtrain(row: Row) -> Practice:
 
 def _sc21(row: Row) -> Practice:
     if row.layout["zero"] != 3:
-        return _megatron_2021(row)
-    # The paper's ZeRO-3 rows ran on DeepSpeed, which gathers ahead and keeps gradients of two bytes.
+        # fp16 gradients: Megatron-LM of 2021 keeps and reduces fp32 ones for bf16 alone (arguments.py).
+        return replace(_megatron_2021(row), grad_bytes=2)
+    # The paper's ZeRO-3 rows ran on DeepSpeed of 2021: gradients of two bytes; overlap_comm is off by default, and a
+    # layer's weights are larger than what it gathers ahead (stage3_prefetch_bucket_size, 5e7 elements).
     return Practice(
         framework="deepspeed",
         attention="unfused",
         causal=False,
+        overlap_grads=False,
+        overlap_weights=False,
         weight_bytes=2,
         grad_bytes=2,
         optimizer_bytes=12,

@@ -138,11 +138,15 @@ def _spent(machine: Machine, cut: Slice, phase: Phase, name: str, parts: frozens
     if parts is None:
         groups = groups_of(cut)
         for message in phase.messages:
+            size = message.size
+            if message.axis == "tp" and message.op == "all_gather" and cut.low:
+                # Cast before they are sent.
+                size *= 0.5 if table.of("low_messages", practice.framework) else 1.0
             if message.axis == "ep" and cut.model.moe is not None:
                 once = table.of("node_once", practice.framework) > 0
                 cost = exchange(machine, message.size, groups["ep"], cut.model.moe.top_k, once)
             else:
-                cost = collective(machine, message.op, message.size, groups[message.axis])
+                cost = collective(machine, message.op, size, groups[message.axis])
             if cost == 0.0:
                 continue
             share = _share(machine, cut, message, cost, name, device, core)
@@ -175,6 +179,12 @@ def _share(machine: Machine, cut: Slice, message: Message, cost: float, name: st
         if name == "B" and message.op != "all_gather" and table.of("async_reduce", practice.framework):
             # The gradient of a column-parallel layer's input is summed while its weights' is computed.
             return under(cost, device / 2, contention)
+        if practice.overlap_tp and table.of("split_own", practice.framework):
+            # Half of a layer's products follow gathers, each of them of tp ranks' rows.
+            if message.op == "all_gather":
+                return under(cost, device / (4 * cut.tp), contention)
+            # Behind it, the gradient of the weights.
+            return under(cost, device / 2 if name == "B" else 0.0, contention)
         # Overlap in parts is of one domain of fast links (user buffers, symmetric memory).
         inside = cut.tp <= machine.topology.tiers[0].size
         split = cost * table.of("split_share", family) if practice.overlap_tp and inside else 0.0
@@ -234,6 +244,13 @@ def _weights(model: ModelConfig) -> tuple[tuple[tuple[float, float], ...], float
     for dense, experts in layers:
         before.append((before[-1][0] + dense, before[-1][1] + experts))
     return tuple(before), embed, head
+
+
+@lru_cache(maxsize=1 << 8)
+def tensors_of(model: ModelConfig) -> tuple[float, float]:
+    """Parameters of a mean layer: all of them, and those that are matrices."""
+    shapes = [shape for name, shape in parameter_shapes(model).items() if name.startswith("layers.")]
+    return len(shapes) / model.num_layers, sum(len(shape) > 1 for shape in shapes) / model.num_layers
 
 
 @lru_cache(maxsize=1 << 12)

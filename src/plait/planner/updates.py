@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -9,8 +10,8 @@ from plait.core.plan import Plan
 from plait.planner.job import Job
 from plait.planner.kernels import Machine
 from plait.planner.overlap import Share, under
-from plait.planner.pace import Paced
-from plait.planner.stages import Stage
+from plait.planner.pace import Paced, launch_of
+from plait.planner.stages import Stage, tensors_of
 from plait.planner.wires import Group, collective
 
 
@@ -40,20 +41,28 @@ def updates(machine: Machine, job: Job, stages: Sequence[Stage], paced: Sequence
     backward = sum(stage.backward + stage.weight for stage in paced)
     contention, usable = table.of("contention", family), table.of("hidden_share", family)
     zero = plan.zero
+    every, matrices = tensors_of(job.model)
+    own = zero == 3 and table.of("own_gathers", practice.framework)
+    # Under zero=3 every layer's weights and gradients are messages of their own.
+    calls = max(1, round(layers * matrices) if own else layers) if zero == 3 else 1
+    bucket = table.of("bucket", practice.framework)
+    # Shards that are lists of tensors are copied one by one.
+    copying = table.of("shard_copies", practice.framework) * launch_of(machine, practice) if zero else 0.0
+    copying *= layers * (matrices if own else every)
     grads = weights = 0.0
     owners = 0
     for count, group in ((dense, shared), (experts, copies)):
         if not count:
             continue
         inner, outer = _nested(plan, group)
-        # Under zero=3 every layer's weights and gradients are messages of their own.
-        calls = max(1, layers) if zero == 3 else 1
         if zero == 0:
-            grads += collective(machine, "all_reduce", kept * count, group)
+            grads += _in_parts(machine, "all_reduce", kept * count, group, math.ceil(kept * count / bucket))
             continue
-        grads += calls * collective(machine, "reduce_scatter", kept * count / calls, inner)
-        grads += calls * collective(machine, "all_reduce", kept * count / inner.size / calls, outer)
-        weights += calls * collective(machine, "all_gather", width * count / calls, inner)
+        grads += _in_parts(machine, "reduce_scatter", kept * count, inner, calls)
+        grads += _in_parts(machine, "all_reduce", kept * count / inner.size, outer, calls)
+        weights += _in_parts(machine, "all_gather", width * count, inner, calls)
+        grads += copying * (inner.size if inner.size > 1 else 0)
+        weights += copying * (inner.size if inner.size > 1 else 0)
         owners = max(owners, inner.size)
     m = job.microbatches
     shares = dense / (shared.size if zero else 1) + experts / (copies.size if zero else 1)
@@ -75,6 +84,13 @@ def updates(machine: Machine, job: Job, stages: Sequence[Stage], paced: Sequence
     sent = owners * table.of("owner", practice.framework)
     pull = Share(exposed=pull.exposed + sent, hidden=pull.hidden, slowing=pull.slowing)
     return Updates(grads=push, weights=pull, optimizer=update)
+
+
+def _in_parts(machine: Machine, op: str, size: float, group: Group, calls: int) -> float:
+    """Seconds of ``size`` bytes in so many calls: no less than in one."""
+    if calls <= 1:
+        return collective(machine, op, size, group)
+    return max(collective(machine, op, size, group), calls * collective(machine, op, size / calls, group))
 
 
 def _nested(plan: Plan, group: Group) -> tuple[Group, Group]:

@@ -93,7 +93,8 @@ def _bandwidth(machine: Machine, level: Level) -> float:
     """Bytes/s of one device on this tier, bus convention."""
     tier = machine.topology.tiers[level.tier]
     name = "link_share" if level.tier == 0 else "network_share"
-    return tier.bandwidth * machine.table.of(name, machine.family)
+    pair = machine.table.of("pair_share", machine.family) if level.tier == 0 and level.count == 2 else 1.0
+    return tier.bandwidth * machine.table.of(name, machine.family) * pair
 
 
 def _latency(machine: Machine, crossed: Sequence[Level], op: str, ranks: int) -> float:

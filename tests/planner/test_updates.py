@@ -1,0 +1,55 @@
+"""What follows the microbatches: calls of gradients and weights, and what frameworks do beside them."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+
+from plait.models.shapes import parameter_count
+from plait.planner.clusters import cluster
+from plait.planner.cost import predict
+from plait.planner.job import PLAIT, Practice
+from plait.planner.kernels import Machine
+from plait.planner.wires import Group, collective
+from tests.planner.jobs import LLAMA, job
+
+PLAIN = dataclasses.replace(PLAIT, overlap_grads=False, overlap_weights=False)
+
+
+def exposed(plan: str, framework: str, devices: int = 64, **practice: object) -> float:
+    given = dataclasses.replace(PLAIN, framework=framework, **practice)  # type: ignore[arg-type]
+    return predict(job(plan, devices=devices, batch=512, practice=given)).ranks[0].exposed["dp"]
+
+
+def test_shards_that_are_lists_cost_a_copy_a_tensor_and_rank() -> None:
+    """nanotron's ZeRO 1: twice a step, 6 tensors a layer on every rank that shares them."""
+    more = exposed("zero=1", "nanotron") - exposed("zero=1", "plait")
+    half = exposed("zero=1", "nanotron", devices=32) - exposed("zero=1", "plait", devices=32)
+    launch = 26e-6
+    assert more == pytest.approx(2 * LLAMA.num_layers * 6 * 64 * launch)
+    assert half == pytest.approx(more / 2)
+    assert exposed("zero=1 zero_group=8", "nanotron") - exposed("zero=1 zero_group=8", "plait") == pytest.approx(
+        more / 8
+    )
+
+
+def test_gradients_in_buckets_pay_for_each_call() -> None:
+    one, many = exposed("", "plait"), exposed("", "nanotron")
+    calls = math.ceil(4 * parameter_count(LLAMA) / 50e6)
+    latency = collective(Machine(cluster("h100", 64)), "all_reduce", 1.0, Group(size=64, stride=1))
+    assert many - one == pytest.approx((calls - 1) * latency, rel=0.01)
+
+
+def test_deepspeed_gathers_every_matrix_by_itself() -> None:
+    layers, matrices = exposed("zero=3", "plait", devices=512), exposed("zero=3", "deepspeed", devices=512)
+    # Rings of 512 ranks: four calls a layer instead of one, and copies of every rank's shard.
+    assert 2 * layers < matrices
+
+
+def test_nothing_is_copied_without_shards() -> None:
+    given = Practice(framework="deepspeed", overlap_grads=False)
+    plain = Practice(overlap_grads=False)
+    alone, beside = (predict(job("", practice=one)).ranks[0].exposed["dp"] for one in (given, plain))
+    assert alone == beside
