@@ -22,6 +22,7 @@ from plait.train.events_log import EVENTS, EventLog
 from plait.train.launch import launch
 from plait.train.local import Watched, WorkerFailed
 from plait.train.promise import write_promise
+from plait.train.recut import recalled
 from plait.train.replicas import memory_folder
 from plait.train.run import prepare
 from plait.train.supervise import StoppedError
@@ -63,6 +64,8 @@ class _Supervisor:
         self._restarts = self._blamed = self._in_a_row = 0
         self._loads: dict[Path, int] = {}
         self._last = ""
+        self._promised = str(prepare(config, world_size=processes).plan)
+        """The plan that ``prediction.json`` is about."""
 
     def run(self) -> None:
         began = False
@@ -97,14 +100,17 @@ class _Supervisor:
             config, size = self._config, self._slots.total
         else:
             config, size = fit(self._config, len(self._places))
-            write_promise(prepare(config, world_size=size))
             fields = {"plan": str(config.plan), "ranks": size, "places": list(self._places)}
             self._log.write("plan", fields)
             left = f"{len(self._places)} of {self._slots.total} places"
             _say(f"{left} are left: the run goes on with {size} ranks, plan {str(config.plan)!r}")
         if again:
             config = dataclasses.replace(config, run=dataclasses.replace(config.run, resume=True))
-        return config, size
+        setup = recalled(prepare(config, world_size=size))
+        if str(setup.plan) != self._promised:
+            self._promised = str(setup.plan)
+            write_promise(setup)
+        return setup.config, size
 
     def _launch(self, config: Config, size: int) -> None:
         whole = len(self._places) == self._slots.total

@@ -82,11 +82,7 @@ def prepare(config: Config, *, world_size: int | None = None) -> Setup:
     size = world_size if world_size is not None else _world_size(config)
     seq = config.data.seq
     check(config.plan, model_shape(model), world_size=size, global_batch=config.train.global_batch, seq=seq)
-    if config.moe.placement == "load" and config.plan.ep > 1 and Compression.parse(config.plan.compress).feedback:
-        raise PlanError(
-            f"[moe] placement=load with compress={config.plan.compress}: what it keeps back does not move with the "
-            "experts; what works: placement=static, or compress=half"
-        )
+    _check_kept_back(config)
     _check_vocabulary(config, model)
     _check_frozen(config, model)
     setup = Setup(config=config, model=model, plan=config.plan.resolve(size), world_size=size)
@@ -287,6 +283,22 @@ def _check_vocabulary(config: Config, model: ModelConfig) -> None:
         )
     if data.separator is not None and data.separator >= model.vocab_size:
         raise ConfigError(f"[data] separator = {data.separator}: the model's tokens are 0 .. {model.vocab_size - 1}")
+
+
+def _check_kept_back(config: Config) -> None:
+    """What compression keeps back of gradients stays on its rank: what they are of must stay there too."""
+    plan, every = config.plan, config.run.rebalance
+    if not Compression.parse(plan.compress).feedback:
+        return
+    for moves, key, what, works in (
+        (config.moe.placement == "load" and plan.ep > 1, "[moe] placement=load", "experts", "placement=static"),
+        (every > 0 and plan.pp > 1, f"[run] rebalance={every}", "layers", "rebalance=0"),
+    ):
+        if moves:
+            raise PlanError(
+                f"{key} with compress={plan.compress}: what it keeps back does not move with the {what}; what works: "
+                f"{works}, or compress=half"
+            )
 
 
 def _check_frozen(config: Config, model: ModelConfig) -> None:

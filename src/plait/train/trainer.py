@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import json
 import sys
 from contextlib import ExitStack
 from pathlib import Path
+from typing import cast
 
 import torch
 from rich.console import Console
@@ -26,6 +28,8 @@ from plait.train.launch import Place, Worker, launch, placed
 from plait.train.measure import Meter, device_facts, process_bytes
 from plait.train.nan import NaNPolicy, hopeless
 from plait.train.progress import Progress, heading
+from plait.train.promise import write_promise
+from plait.train.recut import REBALANCED, Change, Recut, agreed, recalled, watches
 from plait.train.restart import FLIGHT, RANK, supervise
 from plait.train.resume import Keeper
 from plait.train.run import Setup, build, claim_folder, open_samples, prepare, to_device
@@ -40,7 +44,8 @@ def start(config: Config, *, as_json: bool = False) -> None:
     traceback and exit code, for what fails later.
     """
     config, place = rejoined(config), placed()
-    setup = prepare(config)
+    setup = recalled(prepare(config))
+    config = setup.config
     if place is None:
         check_device(config.run.device, setup.world_size, setup.plan.precision)
     with ExitStack() as leaving:
@@ -53,8 +58,6 @@ def start(config: Config, *, as_json: bool = False) -> None:
                 Console(highlight=False).print(heading(setup), soft_wrap=True)
             if place is None:
                 open_samples(setup)  # text becomes tokens once, and data that cannot serve is refused here
-            from plait.train.promise import write_promise  # ranks that a launcher starts do without the planner
-
             write_promise(setup)
         if place is None and setup.world_size > 1:
             supervise(config, setup.world_size, as_json=as_json)
@@ -88,6 +91,8 @@ def run_rank(worker: Worker, text: str, as_json: bool) -> None:
     folder = shared_folder(world, config.run.dir, "run.dir")
     config = dataclasses.replace(config, run=dataclasses.replace(config.run, dir=folder))
     setup = dataclasses.replace(setup, config=config)
+    if watches(setup):
+        setup = agreed(setup, world)
     make_tokens(setup, world, worker.place.local_rank)
     try:
         train(setup, world, as_json=as_json, worker=worker)
@@ -102,15 +107,26 @@ def train(setup: Setup, world: World, *, as_json: bool = False, worker: Worker |
     """Train as ``setup`` says on the ranks of ``world``, and leave the run folder ``setup.config.run.dir``.
 
     ``worker``: who this rank is to its launcher, which watches it; None: nobody does. StoppedError, once the state is
-    saved, where a signal asked for it.
+    saved, where a signal asked for it. The stage cut may change on the way (`plait.train.recut`).
     """
-    config, folder, chief = setup.config, setup.config.run.dir, world.rank == 0
-    assert folder is not None, "claim_folder names it"
     worker = worker or Worker(
         place=Place(rank=world.rank, local_rank=world.rank, world_size=1), device="cpu", timeout=0
     )
     samples = open_samples(setup)
     process = process_bytes(world.device)
+    with Stop(worker) as stop:
+        now: Setup | None = setup
+        while now is not None:
+            now = train_cut(now, world, samples, as_json=as_json, worker=worker, stop=stop, process=process)
+            gc.collect()  # the old weights are gone before there are new ones
+
+
+def train_cut(
+    setup: Setup, world: World, samples: Samples, *, as_json: bool, worker: Worker, stop: Stop, process: int
+) -> Setup | None:
+    """`train` under one stage cut: to the end of the run, or None before it: what the run, all saved, goes on with."""
+    config, folder, chief = setup.config, setup.config.run.dir, world.rank == 0
+    assert folder is not None, "claim_folder names it"
     parallel = build(setup, world)
     recorder = Recorder(world.rank)
     world.book.sink = recorder.add
@@ -127,8 +143,9 @@ def train(setup: Setup, world: World, *, as_json: bool = False, worker: Worker |
     step = keeper.resume()
     if chief:
         write_facts(setup, folder, facts)
+    recut = Recut(setup, world) if watches(setup) else None
     row: dict[str, object] = {}
-    with Stop(worker) as stop, Metrics(lines) as metrics, Progress(setup, shown=chief, as_json=as_json) as show:
+    with Metrics(lines) as metrics, Progress(setup, shown=chief, as_json=as_json) as show:
         while step < config.train.steps:
             heart.beat(step, "step", compute=meter.computes[world.rank] if meter.computes else None)
             meter.start()
@@ -147,6 +164,9 @@ def train(setup: Setup, world: World, *, as_json: bool = False, worker: Worker |
             warn(chief, stragglers.observe(step, meter.parts))
             heart.beat(step, "save", bounded=False)
             save(keeper, step, asked=meter.asked, chief=chief)
+            change = recut.observe(step, cast(float, row["step_time_s"]), meter.computes) if recut is not None else None
+            if change is not None and keeper.finish(step):
+                return switch(keeper, change, chief)
         heart.beat(step, "save", bounded=False)
         keeper.finish(step)
         warn(chief, *keeper.warnings())
@@ -155,6 +175,16 @@ def train(setup: Setup, world: World, *, as_json: bool = False, worker: Worker |
             show.done(folder)
         else:
             warn(chief, f"{step} steps were done already, of train.steps={config.train.steps}: no step was taken")
+    return None
+
+
+def switch(keeper: Keeper, change: Change, chief: bool) -> Setup:
+    """Tell of ``change``, which all ranks make now, and what the planner says of what follows."""
+    keeper.note(REBALANCED, change.fields)
+    warn(chief, str(change))
+    if chief:
+        write_promise(change.setup)
+    return change.setup
 
 
 def save(keeper: Keeper, step: int, *, asked: int, chief: bool) -> None:
