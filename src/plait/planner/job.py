@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, field
 
 from plait.core.mesh import Mesh
@@ -86,6 +87,6 @@ class Job:
         """Microbatches of a step on each copy of the model."""
         return self.global_batch // (self.dp * self.plan.micro)
 
-    @property
+    @functools.cached_property
     def mesh(self) -> Mesh:
         return self.plan.mesh(self.world_size)
