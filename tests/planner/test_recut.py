@@ -135,7 +135,7 @@ def test_parts_add_up_to_the_stages_of_the_time_model(recompute: str) -> None:
 
 def test_the_schedule_of_a_file_is_the_one_that_is_simulated(tmp_path: Path) -> None:
     file = tmp_path / "mine.schedule"
-    file.write_text(str(generate("gpipe", ranks=2, microbatches=4)))
+    file.write_text(generate("gpipe", ranks=2, microbatches=4).text())
     line, _ = drawn("gpipe", 0)
     line = dataclasses.replace(line, plan=Plan(pp=2, schedule="gpipe"), slow=(1.0, 2.0), microbatches=4)
     cut = (1, len(line.parts.layers) - 1)
