@@ -26,9 +26,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stderr.write(getattr(error, "trace", ""))
         print(f"plait: error: {error}", file=sys.stderr)
         return error.exit_code
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as interrupt:
         ended = "; all ranks were ended" if arguments.command in ("train", "verify", "calibrate") else ""
-        print(f"plait: interrupted{ended}", file=sys.stderr)
+        print("; ".join([f"plait: interrupted{ended}", *map(str, interrupt.args)]), file=sys.stderr)
         return 128 + signal.SIGINT
     except BrokenPipeError:
         # Whoever read our output has left: so do we, without a word at exit.

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import errno
+import mmap
+import os
 import random
+import resource
 import subprocess
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -108,6 +113,20 @@ def uneven_case(group: Group, operation: str, part: int, dtype: torch.dtype, see
 def verify(one: Case, result: Tensor) -> None:
     assert result.dtype == one.wanted.dtype, one.text
     assert torch.equal(result, one.wanted), one.text
+
+
+def test_a_limit_on_files_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python ignores SIGXFSZ: a file that is too large is an error like any other."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, before[1]))
+    try:
+        with pytest.raises(ConfigError, match=r"memory a group, .* file is 1,048,576 bytes \(ulimit -f\); what works"):
+            rings.create_file(2)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    monkeypatch.setattr(mmap, "mmap", mock.Mock(side_effect=OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))))
+    with pytest.raises(ConfigError, match=r"Cannot allocate memory \(ulimit -v\)"):
+        rings.map_rings(2, -1)
 
 
 # Every operation

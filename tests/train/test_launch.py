@@ -11,13 +11,16 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import cast, final
 
 import pytest
 import torch
 
 from plait.core.errors import ConfigError, WeightsError
+from plait.train import local
+from plait.train.folder import private
 from plait.train.launch import Place, Worker, _share, address_of, launch, placed
-from plait.train.local import Ended, WorkerFailed, _failure, _report
+from plait.train.local import Ended, WorkerFailed, _end, _ended, _failure, _report
 from plait.train.slurm import first_host, port, tasks_here
 from plait.train.worker import resolve, write_error
 from tests.train import jobs
@@ -210,6 +213,41 @@ def test_the_first_failure_is_reported(tmp_path: Path, monkeypatch: pytest.Monke
     assert "rank 1 of 3 was ended by signal 11 (SIGSEGV)" in str(failed)
 
 
+@final
+class Unkillable:
+    """In place of a process that waits for a dead disk in the kernel: no signal ends it, and nobody sees it end."""
+
+    pid = os.getpid()
+
+    def __init__(self) -> None:
+        self.killed = 0
+
+    def poll(self) -> None:
+        """It is there."""
+
+    def kill(self) -> None:
+        self.killed += 1
+
+    def wait(self, timeout: float) -> None:
+        raise subprocess.TimeoutExpired("rank", timeout)
+
+
+def test_a_rank_that_cannot_end_is_left_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its own last words count as its end, and the launcher does not wait for the process for ever."""
+    process = cast("subprocess.Popen[bytes]", Unkillable())
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error-0.json"))
+    write_error(WeightsError("the disk is dead"))
+    assert _ended([process], tmp_path) == []
+    monkeypatch.setattr(local, "GONE_SECONDS", -1.0)
+    (ended,) = _ended([process], tmp_path)
+    assert (ended.rank, ended.code) == (0, 5)
+    _end([process], gently=False)
+    assert process.killed == 1  # type: ignore[attr-defined]
+    assert "cannot be ended: it is left behind" in capsys.readouterr().err
+
+
 def test_a_rank_that_exits_ends_at_once(tmp_path: Path) -> None:
     with pytest.raises(WorkerFailed, match="rank 1 of 2 ended with exit code 3"):
         launch(jobs.leave, processes=2, args=[str(tmp_path), "exit"], device="cpu", timeout=30.0)
@@ -254,11 +292,17 @@ def launching(arguments: str) -> list[str]:
 
 def test_killing_the_launcher_ends_every_rank(tmp_path: Path) -> None:
     program = launching(f"'tests.train.jobs:ranks', processes=2, args=[{str(tmp_path)!r}, 'wait']")
-    launcher = subprocess.Popen(program, env=ENV)
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    launcher = subprocess.Popen(program, env={**ENV, "TMPDIR": str(temporary)})
     wait_for(tmp_path / "0.json", tmp_path / "1.json")
     launcher.kill()
     launcher.wait(5)
     assert_gone(tmp_path)
+    assert [name.startswith(f"plait-ranks-{launcher.pid}-") for name in os.listdir(temporary)] == [True]
+    with private("plait-ranks-", temporary) as mine:  # the next start
+        assert os.listdir(temporary) == [mine.name]
+    assert os.listdir(temporary) == []
 
 
 @pytest.mark.parametrize("end", ["wait", "kill"])

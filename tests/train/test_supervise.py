@@ -15,12 +15,16 @@ import pytest
 from plait.comm.flight import Flight, flight_file
 from plait.core.config import Config, loads
 from plait.core.errors import ConfigError, DivergedError, PlanError, RankError
-from plait.train import elastic, restart
+from plait.train import elastic, restart, trainer
 from plait.train.events_log import EventLog, read
 from plait.train.heartbeat import SIZE, Beat, Heartbeat, Lookout, beat_file, read_beat, state_of
 from plait.train.launch import Place, Worker
 from plait.train.local import Watched, WorkerFailed
 from plait.train.supervise import PARTS, WINDOW_STEPS, Stop, StoppedError, Stragglers, restarted, stop_file
+from tests.train.test_trainer import config as trainer_config
+from tests.train.test_trainer import tokens
+
+__all__ = ["tokens"]
 
 
 def worker(rank: int, folder: Path | None) -> Worker:
@@ -199,6 +203,26 @@ def test_the_ratio_is_a_key_of_the_run_and_0_names_nobody() -> None:
     assert loads("[run]\nstraggler = 0").run.straggler == 0
     with pytest.raises(ConfigError, match=r"\[run\] straggler = 0\.9: must be above 1, or 0"):
         loads("[run]\nstraggler = 0.9")
+
+
+@pytest.mark.parametrize(
+    ("settings", "watched"),
+    [
+        (("checkpoint.every=2",), True),
+        (("run.replicas=1",), True),
+        ((), False),  # nothing to go on from
+        (("checkpoint.every=2", "run.max_restarts=0"), False),
+        (("plan.dp=2", "run.max_restarts=0"), True),
+    ],
+)
+def test_one_rank_is_looked_after_like_many(
+    tokens: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: tuple[str, ...], watched: bool
+) -> None:
+    begun: list[str] = []
+    monkeypatch.setattr(trainer, "supervise", lambda *_, **__: begun.append("supervise"))
+    monkeypatch.setattr(trainer, "launch", lambda *_, **__: begun.append("launch"))
+    trainer.start(trainer_config(tokens, tmp_path / "run", "run.device=cpu", *settings), as_json=True)
+    assert begun == ["supervise" if watched else "launch"]
 
 
 # --- what a supervisor decides

@@ -6,9 +6,11 @@ A counter is written by one process only, after the data it announces. Stores be
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 import platform
+import resource
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -18,7 +20,7 @@ import torch
 from torch import Tensor
 
 from plait.comm.group import Book
-from plait.core.errors import RankError
+from plait.core.errors import ConfigError, RankError
 
 RING = 32 << 20
 """Bytes of one rank's ring."""
@@ -147,7 +149,10 @@ class Ring:
 def map_rings(members: int, descriptor: int) -> list[Ring]:
     """Map the shared file behind ``descriptor`` as ``members`` rings."""
     stride = _HEADER + RING
-    memory = mmap.mmap(descriptor, members * stride)
+    try:
+        memory = mmap.mmap(descriptor, members * stride)
+    except OSError as error:
+        raise _refused(members * stride, error) from error
     whole = torch.frombuffer(memory, dtype=torch.uint8)
     rings = []
     for member in range(members):
@@ -158,10 +163,30 @@ def map_rings(members: int, descriptor: int) -> list[Ring]:
 
 
 def create_file(members: int) -> int:
-    """An anonymous memory file for ``members`` rings: the kernel frees it with the last process that maps it."""
+    """An anonymous memory file for ``members`` rings: the kernel frees it with the last process that maps it.
+
+    ConfigError where a limit of this process is in the way.
+    """
+    size = members * (_HEADER + RING)
     descriptor = os.memfd_create("plait")
-    os.ftruncate(descriptor, members * (_HEADER + RING))
+    try:
+        os.ftruncate(descriptor, size)
+    except OSError as error:
+        os.close(descriptor)
+        raise _refused(size, error) from error
     return descriptor
+
+
+def _refused(size: int, error: OSError) -> ConfigError:
+    why = error.strerror or str(error)
+    if error.errno == errno.EFBIG:
+        why = f"the limit on the size of a file is {resource.getrlimit(resource.RLIMIT_FSIZE)[0]:,} bytes (ulimit -f)"
+    elif error.errno == errno.ENOMEM:
+        why += " (ulimit -v)"
+    return ConfigError(
+        f"ranks of one host share {size:,} bytes of memory a group, which this process may not have: {why}; what "
+        "works: a higher limit"
+    )
 
 
 def chunks(elements: int, element_bytes: int) -> list[tuple[int, int]]:

@@ -10,22 +10,22 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
-import tempfile
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
-from typing import Any, final
+from typing import Any
 
 from plait.comm import flight
-from plait.core.errors import ConfigError, RankError
+from plait.core.errors import ConfigError, PlanError, RankError
+from plait.train.folder import private
 from plait.train.heartbeat import Beat, Lookout, read_beat, state_of
-from plait.train.supervise import STOPPING, StoppedError, stop_file
+from plait.train.signals import Signals
+from plait.train.supervise import StoppedError, stop_file
 from plait.train.worker import BROKEN_PIPE
 
 POLL_SECONDS = 0.05
@@ -36,6 +36,9 @@ SETTLE_SECONDS = 0.1
 """After a rank has failed: others that fail at the same time are asked too, the first of them is the cause."""
 GRACE_SECONDS = 2.0
 """What ranks that do not end on SIGTERM are given before SIGKILL; a run that is started again has no such patience."""
+GONE_SECONDS = 10.0
+"""What a process is given to be gone, once it has left its error or was sent SIGKILL: one that waits for a dead disk in
+the kernel is not, and is not waited for."""
 _WORKER = """\
 import json, sys
 with open(sys.argv[1], encoding="utf-8") as file: sys.path[:] = json.load(file)["path"]
@@ -111,16 +114,19 @@ def run_local(job: Mapping[str, object], processes: int, *, timeout: float, watc
     """
     from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, yet torch does not list it
 
-    with tempfile.TemporaryDirectory(prefix="plait-", ignore_cleanup_errors=True) as name:
-        folder = Path(name)
+    limit, least = resource.getrlimit(resource.RLIMIT_FSIZE)[0], flight.SIZE
+    if limit != resource.RLIM_INFINITY and limit < least:
+        raise ConfigError(f"this process may make files of {limit:,} bytes at most (ulimit -f); ranks need {least:,}")
+    with private("plait-ranks-") as folder:
         try:
             memory = str(watched.memory) if watched is not None and watched.memory is not None else None
-            (folder / "job.json").write_text(json.dumps({**job, "watch": name, "memory": memory}), encoding="utf-8")
+            whole = {**job, "watch": str(folder), "memory": memory}
+            (folder / "job.json").write_text(json.dumps(whole), encoding="utf-8")
         except TypeError as error:
             raise ConfigError(f"the arguments of a launched function have to be JSON values: {error}") from error
         store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         ranks: list[subprocess.Popen[bytes]] = []
-        with _Signals(passed_on=watched is not None) as signals:
+        with Signals(passed_on=watched is not None) as signals:
             try:
                 for rank in range(processes):
                     command = [sys.executable, "-P", "-c", _WORKER, str(folder / "job.json")]
@@ -157,7 +163,7 @@ def _environment(rank: int, processes: int, folder: Path, port: int) -> dict[str
 
 
 def _watch(
-    ranks: Sequence[subprocess.Popen[bytes]], folder: Path, signals: _Signals, timeout: float, watched: Watched | None
+    ranks: Sequence[subprocess.Popen[bytes]], folder: Path, signals: Signals, timeout: float, watched: Watched | None
 ) -> None:
     """Return when all ranks have ended well; raise as `run_local` says, with ranks perhaps still there."""
     lookout, looked = Lookout(folder, len(ranks), timeout), time.monotonic()
@@ -209,8 +215,15 @@ def _signalled(number: int, why: str, cause: str = "") -> WorkerFailed:
 
 
 def _ended(ranks: Sequence[subprocess.Popen[bytes]], folder: Path) -> list[Ended]:
-    found = [(rank, process.poll()) for rank, process in enumerate(ranks)]
-    return [Ended(rank=rank, code=code, report=_report(folder, rank)) for rank, code in found if code is not None]
+    """Those that have; one that has left its error long ago has, too, whatever keeps it in the kernel."""
+    found = []
+    for rank, process in enumerate(ranks):
+        code, report = process.poll(), _report(folder, rank)
+        if code is None and report is not None and time.time() > float(report["time"]) + GONE_SECONDS:
+            code = int(report["exit_code"])
+        if code is not None:
+            found.append(Ended(rank=rank, code=code, report=report))
+    return found
 
 
 def _report(folder: Path, rank: int) -> dict[str, Any] | None:
@@ -233,7 +246,8 @@ def _failure(ended: Sequence[Ended], pids: Sequence[int], folder: Path) -> Excep
     who, code, trace, cause = f"rank {first.rank} of {processes}", RankError.exit_code, "", "exit"
     hint, known = "its last words, if any, are above", f"it ended with exit code {first.code}"
     if first.report is not None:
-        code, trace, cause = int(first.report["exit_code"]), str(first.report["trace"]), "error"
+        code, cause = int(first.report["exit_code"]), "error"
+        trace = "" if code in (ConfigError.exit_code, PlanError.exit_code) else str(first.report["trace"])
         text, known = f"{who} failed: {first.report['summary']}", "it failed"
         late = flight.suspect(_flights(folder, processes))
         if code == RankError.exit_code and late is not None and late not in {one.rank for one in ended}:
@@ -293,37 +307,10 @@ def _end(ranks: Sequence[subprocess.Popen[bytes]], *, gently: bool) -> None:
     for process in ranks:
         if process.poll() is None:
             process.kill()
-    for process in ranks:
-        process.wait()
-
-
-@final
-class _Signals:
-    """Notes the signals that come meanwhile, so that ranks are ended in order; a second one changes nothing.
-
-    ``passed_on``: those of `STOPPING` ask the ranks to end; the same signal again ends them.
-    """
-
-    def __init__(self, *, passed_on: bool) -> None:
-        self._passed_on = passed_on
-        self.asked = 0
-        self.fatal = 0
-        self._before: dict[int, Any] = {}
-
-    def __enter__(self) -> _Signals:
-        if threading.current_thread() is threading.main_thread():
-            taken = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT}
-            for number in taken | set(STOPPING if self._passed_on else ()):
-                if signal.getsignal(number) != signal.SIG_IGN:  # nohup
-                    self._before[number] = signal.signal(number, self._handle)
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-
-    def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self._passed_on and number in STOPPING and not self.asked:
-            self.asked = number
-        elif not self.fatal:
-            self.fatal = number
+    deadline = time.monotonic() + GONE_SECONDS
+    for rank, process in enumerate(ranks):
+        try:
+            process.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            left = f"rank {rank} (process {process.pid}) {state_of(process.pid)} and cannot be ended: it is left behind"
+            print(f"plait: warning: {left}", file=sys.stderr)

@@ -19,6 +19,7 @@ from plait.core.config import Config, dump
 from plait.core.errors import ConfigError, DivergedError, PlanError
 from plait.train.elastic import FAILURES, Slots, fit
 from plait.train.events_log import EVENTS, EventLog
+from plait.train.folder import CHECKPOINTS
 from plait.train.launch import launch
 from plait.train.local import Watched, WorkerFailed
 from plait.train.promise import write_promise
@@ -28,8 +29,6 @@ from plait.train.run import prepare
 from plait.train.supervise import StoppedError
 
 RANK = "plait.train.trainer:run_rank"
-CHECKPOINTS = "checkpoints"
-"""Folder of a run's checkpoints in its own, unless checkpoint.dir names another."""
 LOADS = 2
 """Attempts that end while they load a checkpoint, after which it is set aside."""
 FLIGHT = "flight"

@@ -14,6 +14,7 @@ from statistics import median
 from types import FrameType
 from typing import TYPE_CHECKING, Any, final
 
+from plait.core.config import Config
 from plait.core.errors import PlaitError
 from plait.train.events_log import EventLog
 
@@ -170,6 +171,15 @@ class Stragglers:
             usual = median(like) if like else mine
             ratios[rank] = mine / usual if usual > 0 else 1.0
         return ratios
+
+
+def looked_after(config: Config, ranks: int) -> bool:
+    """Whether the command that starts ``ranks`` local ranks also watches them and starts them again.
+
+    One rank runs in the command's own process where there would be nothing to go on from, or no restart is allowed: it
+    starts a second or two earlier so.
+    """
+    return ranks > 1 or (config.run.max_restarts > 0 and (config.checkpoint.every > 0 or config.run.replicas > 0))
 
 
 def restarted(environment: Mapping[str, str] = os.environ) -> bool:

@@ -22,7 +22,7 @@ from plait.telemetry.record import EVAL_KEY, Metrics, Recorder, write_trace
 from plait.train.data import Samples
 from plait.train.elastic import rejoined
 from plait.train.exchange import make_tokens, shared_folder, write_weights
-from plait.train.folder import held
+from plait.train.folder import claimed
 from plait.train.heartbeat import Heartbeat
 from plait.train.launch import Place, Worker, launch, placed
 from plait.train.measure import Meter, device_facts, process_bytes
@@ -34,7 +34,7 @@ from plait.train.restart import FLIGHT, RANK, supervise
 from plait.train.resume import Keeper
 from plait.train.run import Setup, build, claim_folder, open_samples, prepare, to_device
 from plait.train.step import Steps
-from plait.train.supervise import Stop, StoppedError, Stragglers
+from plait.train.supervise import Stop, StoppedError, Stragglers, looked_after
 
 
 def start(config: Config, *, as_json: bool = False) -> None:
@@ -52,14 +52,14 @@ def start(config: Config, *, as_json: bool = False) -> None:
         if place is None or place.rank == 0:
             config = claim_folder(config)
             assert config.run.dir is not None, "claim_folder names it"
-            leaving.enter_context(held(config.run.dir))
+            leaving.enter_context(claimed(config))
             setup = dataclasses.replace(setup, config=config)
             if not as_json:
                 Console(highlight=False).print(heading(setup), soft_wrap=True)
             if place is None:
                 open_samples(setup)  # text becomes tokens once, and data that cannot serve is refused here
             write_promise(setup)
-        if place is None and setup.world_size > 1:
+        if place is None and looked_after(config, setup.world_size):
             supervise(config, setup.world_size, as_json=as_json)
             return
         launch(
