@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from plait.checkpoint import saver
-from plait.checkpoint.commit import COMMITTER, EVERYWHERE, Place, Saved, commit
+from plait.checkpoint.commit import Place, Saved, commit
+from plait.checkpoint.phases import COMMITTER, EVERYWHERE
 from plait.comm.group import Group
 from plait.core.config import loads
 from plait.models.batch import Batch

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from plait.checkpoint import steps
-from plait.checkpoint.commit import COMMITTER, EVERYWHERE
+from plait.checkpoint.phases import COMMITTER, EVERYWHERE
 from plait.checkpoint.reader import latest
 from plait.checkpoint.saver import PHASES, Saver
 from plait.core.errors import ConfigError

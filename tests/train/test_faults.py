@@ -15,11 +15,9 @@ import pytest
 
 from plait.comm.flight import read_dumps
 from plait.core.config import dump
-from plait.core.errors import ConfigError
 from plait.telemetry.record import read_metrics
 from plait.train.events_log import EVENTS, LoggedEvent, read
 from plait.train.local import Watched, WorkerFailed, run_local
-from plait.train.replicas import memory_folder
 from plait.train.restart import supervise
 from tests.faults import RANK, fail_at, plan_faults
 from tests.pool import Pool
@@ -117,21 +115,6 @@ def test_replicas_in_memory_cost_a_step_at_most(undisturbed: Path, tokens: Path,
     assert [event.fields["step"] for event in events(folder, "resume")] == [5]
     assert not [name for name in os.listdir("/dev/shm") if name.startswith(f"plait-memory-{os.getpid()}-")]
     assert os.listdir(folder / "checkpoints") != []  # the one of the end
-
-
-def test_memory_that_a_killed_supervisor_has_left_is_freed(tmp_path: Path) -> None:
-    child = subprocess.Popen(["true"])
-    child.wait()
-    for left in (f"plait-memory-{child.pid}-abc", f"plait-memory-{os.getpid()}-abc", "others"):
-        (tmp_path / left).mkdir()
-    with memory_folder(True, tmp_path) as folder:
-        assert folder is not None
-        assert sorted(os.listdir(tmp_path)) == sorted([folder.name, f"plait-memory-{os.getpid()}-abc", "others"])
-    assert not folder.exists()
-    with memory_folder(False) as none:
-        assert none is None
-    with pytest.raises(ConfigError, match=r"run\.replicas"), memory_folder(True, tmp_path / "nowhere"):
-        pass
 
 
 def test_a_signal_saves_the_run_and_it_goes_on_later(

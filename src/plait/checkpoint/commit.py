@@ -8,12 +8,17 @@
 
 Whatever fails on a rank before the rename fails the save on all of them with one message, and leaves what was
 committed before as it is.
+
+A save that is *spread* (`plait.checkpoint.spread`) lies in one folder a host, each with the same manifest and some of
+its files: the first rank of each host does there what rank 0 does else, *write* ends with sending, and what was
+committed before is taken away when all hosts have committed.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import os
 import secrets
 import time
 from collections.abc import Callable
@@ -24,47 +29,11 @@ from typing import Any, final
 
 from plait.checkpoint import disk, steps, writer
 from plait.checkpoint.manifest import MANIFEST, encode
+from plait.checkpoint.phases import Probe
+from plait.checkpoint.relay import Arrival, Stream, relay
+from plait.checkpoint.spread import Spread, unlike
 from plait.checkpoint.state import Agreement
 from plait.core.errors import PlaitError, WeightsError
-
-Probe = Callable[[str], None]
-EVERYWHERE = (
-    "begin.enter",
-    "begin.agree",
-    "begin.agreed",
-    "write.enter",
-    "file.opened",
-    "file.half",
-    "file.written",
-    "file.synced",
-    "write.done",
-    "write.agree",
-    "write.agreed",
-    "end.enter",
-    "end.agree",
-    "end.agreed",
-    "tidy.enter",
-)
-"""The boundaries that every rank passes in a commit, in order."""
-COMMITTER = (
-    "begin.cleaned",
-    "begin.folder",
-    "manifest.encoded",
-    "manifest.opened",
-    "manifest.written",
-    "manifest.synced",
-    "commit.checked",
-    "commit.synced",
-    "commit.renamed",
-    "commit.durable",
-    "latest.written",
-    "latest.replaced",
-    "latest.durable",
-    "prune.renamed",
-    "prune.removed",
-    "prune.end",
-)
-"""The boundaries that rank 0 alone passes (``prune.renamed`` and ``.removed`` for each checkpoint that goes)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +55,7 @@ class Saved:
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """Where checkpoints go, as one rank sees it, and how many stay."""
+    """Where checkpoints go, as one rank sees it, and how many stay: of those that are ``spread``, the last."""
 
     folder: Path
     rank: int
@@ -94,6 +63,17 @@ class Place:
     keep: int
     keep_every: int
     probe: Probe
+    spread: Spread | None = None
+
+    @property
+    def host(self) -> int:
+        """The host of this rank, of those that have a folder each."""
+        return self.spread.hosts.of[self.rank] if self.spread is not None else 0
+
+    @property
+    def lead(self) -> int:
+        """The rank that makes, names and prunes what is in this rank's folder."""
+        return self.spread.hosts.lead(self.host) if self.spread is not None else 0
 
 
 def commit(step: int, copied: writer.Copied | Exception, place: Place, copy_seconds: float) -> Saved:
@@ -119,7 +99,7 @@ def commit(step: int, copied: writer.Copied | Exception, place: Place, copy_seco
         path=path,
         error=error,
         warning=warning,
-        bytes=0 if isinstance(copied, Exception) else copied.record["bytes"],
+        bytes=0 if isinstance(copied, Exception) else copied.bytes,
         copy=copy_seconds,
         write=time.perf_counter() - start if seconds is None else seconds,
     )
@@ -141,8 +121,10 @@ class _Commit:
 
     def __init__(self, step: int, copied: writer.Copied | Exception, place: Place) -> None:
         self._step, self._given, self._place = step, copied, place
-        self._probe, self._leads = place.probe, place.rank == 0
+        self._probe, self._leads = place.probe, place.rank == place.lead
         self._draft = place.folder
+        self._created = ""
+        self._streams: list[Stream] = []
 
     @property
     def _copied(self) -> writer.Copied:
@@ -180,8 +162,13 @@ class _Commit:
     def _begin(self) -> None:
         rows = self._agree("begin", self._prepare)
         self._draft = self._place.folder / str(rows[0]["draft"])
+        self._created = str(rows[0]["created"])
+        self._streams = [
+            Stream(file=file, bytes=size, source=rank, target=to)
+            for rank, row in enumerate(rows)
+            for file, size, to in row["sends"]
+        ]
         # Every rank sees the same rows, and so comes to the same judgement.
-        need, free = sum(row["bytes"] for row in rows), min(row["free"] for row in rows)
         trouble = None
         for key in ("step", "scalars"):
             odd = next((rank for rank, row in enumerate(rows) if row[key] != rows[0][key]), None)
@@ -189,8 +176,14 @@ class _Commit:
                 trouble = f"rank {odd} saves other {key} than rank 0" + (
                     f": {rows[odd][key]}, not {rows[0][key]}" if key == "step" else ""
                 )
-        if trouble is None and need > free:
-            trouble = f"it takes {need / 1e9:,.3f} GB, and {self._place.folder} has room for {free / 1e9:,.3f} GB"
+        for host in sorted({row["host"] for row in rows}):
+            here = [rank for rank, row in enumerate(rows) if row["host"] == host]
+            need = sum(rows[rank]["bytes"] for rank in here)
+            need += sum(stream.bytes for stream in self._streams if stream.target in here)
+            free = min(rows[rank]["free"] for rank in here)
+            if trouble is None and need > free:
+                where = f"{rows[here[0]]['folder']}" + (f" of host {host}" if self._place.spread is not None else "")
+                trouble = f"it takes {need / 1e9:,.3f} GB, and {where} has room for {free / 1e9:,.3f} GB"
         if trouble is not None:
             self._drop()
             raise _FailedError(trouble)
@@ -201,6 +194,7 @@ class _Commit:
             folder.mkdir(parents=True, exist_ok=True)
             steps.clean(folder)
             self._probe("begin.cleaned")
+        if self._place.rank == 0:
             draft = f"step-{self._step:08d}.tmp-{secrets.token_hex(4)}"
             self._draft = folder / draft
             self._draft.mkdir()
@@ -208,41 +202,74 @@ class _Commit:
         return {
             "step": self._step,
             "scalars": hashlib.sha256(copied.scalars.encode()).hexdigest(),
-            "bytes": copied.record["bytes"],
+            "bytes": copied.bytes,
             "free": steps.free_bytes(folder),
+            "folder": str(folder),
+            "host": self._place.host,
             "draft": draft,
+            "created": datetime.now(UTC).isoformat(timespec="milliseconds"),
+            "sends": [
+                (shard.file, shard.record["bytes"], shard.to)
+                for shard in copied.shards
+                if shard.to is not None and shard.record["bytes"]
+            ],
         }
 
     def _write(self) -> list[writer.ShardRecord]:
-        def work() -> writer.ShardRecord:
-            if not self._draft.is_dir():
-                raise WeightsError(
-                    f"{self._draft} is not there, and rank 0 has made it: checkpoints must go to storage that every "
-                    "node sees"
-                )
-            file = f"rank-{self._place.rank:05d}.safetensors"
-            record = writer.write_file(self._copied, self._draft, file, lambda what: self._probe(f"file.{what}"))
-            self._probe("write.done")
-            return record
+        """The records of all files, of which each is written; `_FailedError` where one is not, or not twice alike."""
+        rows = self._agree("write", self._files)
+        records = [record for row in rows for record in row["records"]]
+        if self._place.spread is not None:
+            odd = unlike(records, [row["copies"] for row in rows])
+            if odd is not None:
+                self._drop()
+                raise _FailedError(odd)
+        return records
 
-        return self._agree("write", work)
+    def _files(self) -> dict[str, Any]:
+        """Write what is this rank's; its records, and the sums of what it keeps for others."""
+        spread, draft, copied = self._place.spread, self._draft, self._copied
+        written: writer.Written | None = None
+        trouble: Exception | None = None
+        try:
+            if spread is not None:
+                draft.mkdir(exist_ok=True)
+            if not draft.is_dir():
+                raise WeightsError(
+                    f"{draft} is not there, and rank 0 has made it: checkpoints must go to storage that every node sees"
+                )
+            written = writer.write_files(copied, draft, lambda what: self._probe(f"file.{what}"))
+        except Exception as error:  # of whatever kind: what others wait for is sent first
+            trouble = error
+        sums: dict[str, str] = {}
+        if spread is not None and self._streams:
+            gives = {shard.file: shard.give for shard in copied.shards}
+            give, arrive = (lambda one: gives[one.file]), (lambda one: Arrival(draft / one.file))
+            came = relay(self._streams, self._place.rank, spread.link, give, arrive)
+            sums = {file: arrival.end() for file, arrival in came.items()}
+        if trouble is not None or written is None:
+            raise trouble or AssertionError
+        self._probe("write.done")
+        return {"records": written.records, "copies": {**written.copies, **sums}}
 
     def _end(self, records: list[writer.ShardRecord]) -> Path:
-        return self._place.folder / str(self._agree("end", lambda: self._commit(records) if self._leads else None)[0])
+        rows = self._agree("end", lambda: self._commit(records) if self._leads else None)
+        return self._place.folder / str(rows[self._place.lead])
 
     def _commit(self, records: list[writer.ShardRecord]) -> str:
-        """Rank 0's: manifest and rename."""
+        """The lead's: manifest and rename."""
         folder, probe = self._place.folder, self._probe
         manifest = writer.gather(
             records,
             step=self._step,
-            created=datetime.now(UTC).isoformat(timespec="milliseconds"),
+            created=self._created,
             scalars=json.loads(self._copied.scalars),
         )
         text = encode(manifest)
         probe("manifest.encoded")
         disk.write_small(self._draft / MANIFEST, text, lambda what: probe(f"manifest.{what}"))
-        steps.check(self._draft)
+        spread = self._place.spread
+        steps.check(self._draft, only=None if spread is None else set(os.listdir(self._draft)))
         probe("commit.checked")
         disk.sync_folder(self._draft)
         probe("commit.synced")
@@ -255,7 +282,7 @@ class _Commit:
         return name
 
     def tidy(self, path: Path) -> str | None:
-        """After the commit, rank 0's: the pointer, then pruning. What fails here is told, and harms nothing."""
+        """After the commit, the lead's: the pointer, then pruning. What fails here is told, and harms nothing."""
         self._probe("tidy.enter")
         if not self._leads:
             return None
@@ -266,7 +293,10 @@ class _Commit:
             disk.replace(folder / steps.LATEST, content, lambda what: probe(f"latest.{what}"))
             disk.sync_folder(folder)
             probe("latest.durable")
-            gone = steps.superseded(folder, self._place.keep, self._place.keep_every)
+            if self._place.spread is None:
+                gone = steps.superseded(folder, self._place.keep, self._place.keep_every)
+            else:  # every host has its part of this one
+                gone = [entry for entry in steps.committed(folder) if entry.path != path]
             steps.take_away(gone, lambda what: probe(f"prune.{what}"))
             probe("prune.end")
         except OSError as error:

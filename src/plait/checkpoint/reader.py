@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,9 +55,12 @@ class Checkpoint:
         self._known: set[str] = set()
 
     @classmethod
-    def open(cls, path: Path, *, verify: bool = False) -> Self:
-        """The checkpoint in ``path``, its manifest and the sizes of its files checked; every byte where ``verify``."""
-        opened = cls(path, steps.check(path))
+    def open(cls, path: Path, *, verify: bool = False, only: Collection[str] | None = None) -> Self:
+        """The checkpoint in ``path``, its manifest and the sizes of its files checked; every byte where ``verify``.
+
+        ``only``: the files that are there and will be read, None: all.
+        """
+        opened = cls(path, steps.check(path, only=only))
         damage = opened.damage() if verify else []
         if damage:
             raise WeightsError(damage[0])
@@ -134,9 +137,19 @@ class Checkpoint:
         ``share``: (part, parts), for ranks that divide the files among them.
         """
         part, parts = share
-        names = sorted(self.manifest.files)[part::parts]
+        return list(self.damage_by_file(sorted(self.manifest.files)[part::parts]).values())
+
+    def damage_by_file(self, names: Sequence[str]) -> dict[str, str]:
+        """What is wrong with those of the files ``names`` that have a wrong byte, or cannot be read."""
         with ThreadPoolExecutor(THREADS) as pool:
-            return [line for line in pool.map(self._damage_of, names) if line is not None]
+            found = zip(names, pool.map(self._damage_of, names), strict=True)
+            return {name: line for name, line in found if line is not None}
+
+    def files_of(self, name: str, boxes: Sequence[Box]) -> set[str]:
+        """The files that hold something of ``boxes`` of tensor ``name``."""
+        pieces = self._find(name).pieces
+        whole = [piece.box for piece in pieces]
+        return {pieces[index].file for box in boxes if volume(box) for index, _ in cover(box, whole)}
 
     def check_headers(self) -> None:
         """Hold every file's own header against the manifest; reads do so with the files that they touch."""

@@ -13,7 +13,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self, final
 
-from plait.checkpoint.commit import COMMITTER, EVERYWHERE, Place, Probe, Saved, commit
+from plait.checkpoint.commit import Place, Saved, commit
+from plait.checkpoint.phases import COMMITTER, EVERYWHERE, Probe
+from plait.checkpoint.spread import Spread
 from plait.checkpoint.state import Agreement, Snapshot
 from plait.checkpoint.steps import check_folder
 from plait.checkpoint.writer import Copied, Host
@@ -33,6 +35,7 @@ class Saver:
 
     ``keep``: newest checkpoints that stay; ``keep_every``: and those of every step that it divides (0: none).
     ``asynchronous``: `save` returns after the copy. ``need``: bytes that a checkpoint of all ranks will take.
+    ``spread``: ``folder`` is one host's memory, of which the last save alone stays, on two hosts.
     ``probe``: told of every phase boundary (`PHASES`), for tests. ConfigError where ``folder`` cannot be written, or
     has no room for ``need``, so that it is known at the start.
 
@@ -49,12 +52,16 @@ class Saver:
         keep_every: int = 0,
         asynchronous: bool = True,
         need: int = 0,
+        spread: Spread | None = None,
         probe: Probe = _unseen,
     ) -> None:
         if keep < 1 or keep_every < 0:
             raise ConfigError(f"[checkpoint] keep = {keep} has to be at least 1, keep_every = {keep_every} at least 0")
         check_folder(folder, need)
-        self._place = Place(folder=folder, rank=rank, group=group, keep=keep, keep_every=keep_every, probe=probe)
+        self._place = Place(
+            folder=folder, rank=rank, group=group, keep=keep, keep_every=keep_every, spread=spread, probe=probe
+        )
+        self._hosts = spread.hosts if spread is not None else None
         self._probe, self._asynchronous = probe, asynchronous
         self._host = Host()
         self._thread: threading.Thread | None = None
@@ -68,7 +75,7 @@ class Saver:
         start = time.perf_counter()
         copied: Copied | Exception
         try:
-            copied = self._host.copy(snapshot, self._place.rank, private=self._asynchronous)
+            copied = self._host.copy(snapshot, self._place.rank, private=self._asynchronous, hosts=self._hosts)
         except Exception as error:  # of whatever kind: the other ranks are told, and the save fails on all
             copied = error
         seconds = time.perf_counter() - start

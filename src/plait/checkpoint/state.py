@@ -5,7 +5,7 @@ The names of tensors are free to the writer; a run uses ``weights/NAME``, ``exp_
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -49,4 +49,19 @@ class Agreement(Protocol):
 
     def gather(self, value: Any) -> list[Any]:
         """Every rank's ``value`` (plain JSON), in rank order, on every rank."""
+        ...
+
+
+class Link(Protocol):
+    """How bytes go from rank to rank, in order for each pair. RankError, from the wait, where the other is not there.
+
+    Both return what waits: until the data has left, and until it has come. Used from one thread at a time.
+    """
+
+    def send(self, data: memoryview, to: int) -> Callable[[], None]:
+        """Send ``data``, which stays as it is until the wait."""
+        ...
+
+    def receive(self, out: memoryview, source: int) -> Callable[[], None]:
+        """Fill ``out``."""
         ...

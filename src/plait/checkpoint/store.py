@@ -23,7 +23,7 @@ from plait.checkpoint.manifest import MANIFEST, encode
 from plait.checkpoint.reader import Checkpoint
 from plait.checkpoint.reshard import volume
 from plait.checkpoint.state import Piece
-from plait.checkpoint.writer import Copied, Ring, ShardRecord, gather, joined, record_of, views, write_file
+from plait.checkpoint.writer import Ring, Shard, ShardRecord, gather, joined, record_of, views, write_file
 from plait.core.errors import WeightsError
 from plait.core.shard import Box
 
@@ -46,13 +46,13 @@ def write_shard(folder: Path, rank: int, pieces: Mapping[str, Sequence[tuple[Box
             held.append(Piece(name=name, shape=(), values=values.detach().cpu().contiguous(), boxes=(box,)))
     runs = [Run(piece=index, box=piece.boxes[0], start=0) for index, piece in enumerate(held) if volume(piece.boxes[0])]
     layout = lay_out(held, runs)
-    copied = Copied(scalars="", give=joined(views(held, layout), Ring()), record=record_of(held, layout))
     if not runs:
         return []
     file = f"rank-{rank:05d}-{secrets.token_hex(4)}.safetensors"
+    shard = Shard(file=file, give=joined(views(held, layout), Ring()), record=record_of(held, layout))
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        return [write_file(copied, folder, file, lambda _: None)]
+        return [write_file(shard, folder, lambda _: None)]
     except OSError as error:
         _drop(folder / file)
         raise WeightsError(f"cannot write {folder / file}: {error}") from error

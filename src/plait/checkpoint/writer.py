@@ -8,14 +8,16 @@ import mmap
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypedDict, final
 
 import torch
 
 from plait.checkpoint import disk
-from plait.checkpoint.layout import Layout, dtype_name, lay_out, share
+from plait.checkpoint.layout import Layout, dtype_name, lay_out
 from plait.checkpoint.manifest import DTYPES, Manifest, StoredFile, StoredPiece, StoredTensor
+from plait.checkpoint.spread import Hosts, Part, parts
 from plait.checkpoint.state import Piece, Snapshot
 from plait.core.errors import WeightsError
 
@@ -43,15 +45,31 @@ class ShardRecord(TypedDict):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Copied:
-    """A snapshot that stays as it is.
+class Shard:
+    """A file as it will be. ``file``: its name; ``record``: what it will hold, without name and sums.
 
     ``give``: the file's bytes from start to stop, in memory that begins with a page; see `disk.Source`.
+    ``to`` and ``copy``: see `spread.Part`.
     """
 
-    scalars: str
+    file: str
     give: disk.Source
     record: ShardRecord
+    to: int | None = None
+    copy: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Copied:
+    """A snapshot that stays as it is: the files that this rank writes of it. Those of no pieces are not made."""
+
+    scalars: str
+    shards: tuple[Shard, ...]
+
+    @property
+    def bytes(self) -> int:
+        """Of all its files."""
+        return sum(shard.record["bytes"] for shard in self.shards)
 
 
 @final
@@ -62,11 +80,10 @@ class Host:
         self._memory = torch.empty(0, dtype=torch.uint8)
         self._ring: Ring | None = None
         self._key: object = None
-        self._layout: Layout | None = None
-        self._record: ShardRecord | None = None
+        self._planned: list[tuple[Part, Layout, ShardRecord]] = []
 
-    def copy(self, snapshot: Snapshot, rank: int, *, private: bool) -> Copied:
-        """Copy what ``rank`` writes of ``snapshot``; what was copied before is overwritten.
+    def copy(self, snapshot: Snapshot, rank: int, *, private: bool, hosts: Hosts | None = None) -> Copied:
+        """Copy what ``rank`` writes of ``snapshot``; what was copied before is overwritten. ``hosts``: it is spread.
 
         Where not ``private``, the caller lets nothing change until all is written: what lies in host memory as it is
         to be written is then not copied. WeightsError for pieces that contradict themselves, and scalars that are no
@@ -76,39 +93,56 @@ class Host:
             scalars = json.dumps(dict(snapshot.scalars), allow_nan=False)
         except (TypeError, ValueError, RecursionError) as error:
             raise WeightsError(f"step {snapshot.step}: its scalars are no plain JSON: {error}") from error
-        layout, record = self._plan(snapshot.pieces, rank)
+        planned = self._plan(snapshot.pieces, rank, hosts)
+        layouts = [layout for _, layout, _ in planned]
         plain = all(piece.values.is_contiguous() and piece.values.device.type == "cpu" for piece in snapshot.pieces)
-        give = self._filled(snapshot.pieces, layout) if private or not plain else self._joined(snapshot.pieces, layout)
-        return Copied(scalars=scalars, give=give, record=record)
+        fill = self._filled if private or not plain else self._joined
+        shards = [
+            Shard(file=part.file, give=give, record=record, to=part.to, copy=part.copy)
+            for (part, _, record), give in zip(planned, fill(snapshot.pieces, layouts), strict=True)
+        ]
+        return Copied(scalars=scalars, shards=tuple(shards))
 
-    def _joined(self, pieces: Sequence[Piece], layout: Layout) -> disk.Source:
+    def _joined(self, pieces: Sequence[Piece], layouts: Sequence[Layout]) -> list[disk.Source]:
         if self._ring is None:
             self._ring = Ring()
-        return joined(views(pieces, layout), self._ring)
+        return [joined(views(pieces, layout), self._ring) for layout in layouts]
 
-    def _filled(self, pieces: Sequence[Piece], layout: Layout) -> disk.Source:
+    def _filled(self, pieces: Sequence[Piece], layouts: Sequence[Layout]) -> list[disk.Source]:
         on_gpu = any(piece.values.is_cuda for piece in pieces)
-        if self._memory.numel() < layout.bytes or on_gpu != self._memory.is_pinned():
-            self._memory = _memory(layout.bytes, pinned=on_gpu)
-        self._memory[: len(layout.head)] = torch.frombuffer(bytearray(layout.head), dtype=torch.uint8)
-        for block in layout.blocks:
-            values = pieces[block.run.piece].values.detach().reshape(-1)
-            out = self._memory[block.offset : block.offset + block.bytes].view(values.dtype)
-            out.copy_(values[block.run.start : block.run.start + out.numel()], non_blocking=on_gpu)
+        starts = list(itertools.accumulate((-(-one.bytes // disk.PAGE) * disk.PAGE for one in layouts), initial=0))
+        if self._memory.numel() < starts[-1] or on_gpu != self._memory.is_pinned():
+            self._memory = _memory(starts[-1], pinned=on_gpu)
+        gives: list[disk.Source] = []
+        for first, layout in zip(starts, layouts, strict=False):
+            memory = self._memory[first : first + layout.bytes]
+            memory[: len(layout.head)] = torch.frombuffer(bytearray(layout.head), dtype=torch.uint8)
+            for block in layout.blocks:
+                values = pieces[block.run.piece].values.detach().reshape(-1)
+                out = memory[block.offset : block.offset + block.bytes].view(values.dtype)
+                out.copy_(values[block.run.start : block.run.start + out.numel()], non_blocking=on_gpu)
+            gives.append(partial(_slice, _bytes_of(memory)))
         if on_gpu:
             torch.cuda.synchronize()
-        content = _bytes_of(self._memory)
-        return lambda start, stop: content[start:stop]
+        return gives
 
-    def _plan(self, pieces: Sequence[Piece], rank: int) -> tuple[Layout, ShardRecord]:
-        """The layout of the file; the one of the save before where the pieces are of the same form."""
-        key = (rank, [(p.name, p.shape, p.values.dtype, p.values.numel(), p.boxes, p.replicas) for p in pieces])
-        if self._layout is None or self._record is None or key != self._key:
-            runs = share(pieces, rank)
-            self._layout = lay_out(pieces, runs)
-            self._record = record_of(pieces, self._layout)
-            self._key = key
-        return self._layout, self._record
+    def _plan(self, pieces: Sequence[Piece], rank: int, hosts: Hosts | None) -> list[tuple[Part, Layout, ShardRecord]]:
+        """The layouts of the files; those of the save before where the pieces are of the same form."""
+        forms = [(p.name, p.shape, p.values.dtype, p.values.numel(), p.boxes, p.replicas) for p in pieces]
+        if not self._planned or self._key != (rank, hosts, forms):
+            planned: list[tuple[Part, Layout, ShardRecord]] = []
+            for part in parts(pieces, rank, hosts):
+                layout = lay_out(pieces, part.runs)
+                record = record_of(pieces, layout)
+                if planned:
+                    record["tensors"] = {}  # the first says what the rank holds
+                planned.append((part, layout, record))
+            self._planned, self._key = planned, (rank, hosts, forms)
+        return self._planned
+
+
+def _slice(content: memoryview, start: int, stop: int) -> memoryview:
+    return content[start:stop]
 
 
 def _memory(size: int, *, pinned: bool) -> torch.Tensor:
@@ -183,16 +217,31 @@ def record_of(pieces: Sequence[Piece], layout: Layout) -> ShardRecord:
     return ShardRecord(file="", bytes=layout.bytes if records else 0, sums="", tensors=tensors, pieces=records)
 
 
-def write_file(copied: Copied, folder: Path, file: str, passed: Callable[[str], None]) -> ShardRecord:
-    """Write ``copied`` to ``file`` of ``folder``, synced; nothing for a copy of no elements. OSError where it fails.
+def write_file(shard: Shard, folder: Path, passed: Callable[[str], None]) -> ShardRecord:
+    """Write ``shard`` to its file in ``folder``, synced; nothing for one of no elements. OSError where it fails.
 
     The folder, which holds the name, is synced by the one that commits.
     """
-    record = copied.record
+    record = shard.record
     if not record["pieces"]:
         return record
-    sums = disk.write(folder / file, record["bytes"], copied.give, passed)
-    return {**record, "file": file, "sums": sums}
+    sums = disk.write(folder / shard.file, record["bytes"], shard.give, passed)
+    return {**record, "file": shard.file, "sums": sums}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Written:
+    """What a rank has written: its records, and the sums by file of what it has written again for a twin."""
+
+    records: list[ShardRecord]
+    copies: dict[str, str]
+
+
+def write_files(copied: Copied, folder: Path, passed: Callable[[str], None]) -> Written:
+    """`write_file` for all of ``copied``."""
+    written = [(shard.copy, write_file(shard, folder, passed)) for shard in copied.shards]
+    copies = {record["file"]: record["sums"] for copy, record in written if copy and record["file"]}
+    return Written(records=[record for copy, record in written if not copy], copies=copies)
 
 
 def gather(records: Sequence[ShardRecord], *, step: int | None, created: str, scalars: Mapping[str, Any]) -> Manifest:

@@ -8,7 +8,7 @@ import secrets
 import socket
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import cast
+from typing import Any, cast, final
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from plait.checkpoint.reshard import flat_to_boxes, intersect, relative, volume
 from plait.checkpoint.state import Piece as Stored
 from plait.checkpoint.store import write_manifest, write_shard
 from plait.checkpoint.writer import ShardRecord
+from plait.comm.aside import aside
 from plait.comm.group import Group
 from plait.comm.world import World
 from plait.core.errors import ConfigError, PlaitError, RankError, WeightsError
@@ -48,6 +49,23 @@ def gather_json(world: World, value: object, group: Group | None = None) -> list
     padded[: content.numel()] = content
     rows = everyone.all_gather(padded).wait().cpu().view(len(lengths), -1)
     return [json.loads(bytes(row[:size].tolist())) for row, size in zip(rows, lengths, strict=True)]
+
+
+@final
+class Peers:
+    """All ranks, as `plait.checkpoint` speaks with them: over a group of their own, from a thread of their own."""
+
+    def __init__(self, world: World, group: Group | None = None) -> None:
+        self._world = world
+        self._group = aside(world) if group is None else group
+
+    def gather(self, value: Any) -> list[Any]:
+        """Every rank's ``value`` (plain JSON), in rank order, on every rank."""
+        return gather_json(self._world, value, self._group)
+
+    def barrier(self) -> None:
+        """Return when every rank has come here."""
+        self._group.barrier()
 
 
 def together(world: World, work: Callable[[], object]) -> list[object]:
@@ -210,6 +228,15 @@ def _joined(blocks: Sequence[Tensor]) -> Tensor:
             return torch.cat([block.reshape(-1) for block in blocks])
         at += block.numel()
     return blocks[0].as_strided((size,), (1,))
+
+
+def files_of(checkpoint: Checkpoint, stretches: Iterable[Stretch]) -> set[str]:
+    """The files that `read_stretches` reads; WeightsError where a tensor is missing."""
+    found: set[str] = set()
+    for one in stretches:
+        boxes = [box for _, box, _ in _blocks(one.local, one.pieces, one.start, one.values)]
+        found |= checkpoint.files_of(one.name, boxes)
+    return found
 
 
 @torch.no_grad()

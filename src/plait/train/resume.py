@@ -11,32 +11,33 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any, cast, final
-
-import torch
+from typing import cast, final
 
 from plait.checkpoint.commit import Saved
 from plait.checkpoint.reader import Checkpoint, agree_latest
 from plait.checkpoint.saver import Saver
 from plait.checkpoint.state import Piece, Snapshot
-from plait.checkpoint.steps import committed
-from plait.comm.aside import aside
-from plait.comm.world import World
+from plait.checkpoint.steps import check_folder, committed
+from plait.checkpoint.union import Whole
 from plait.core.config import Config, dump, load
 from plait.core.errors import ConfigError, WeightsError
 from plait.core.shard import full
 from plait.models.config import parameter_count
 from plait.parallel.apply import Parallel
-from plait.parallel.state import begin_moments, own_state, set_own_state, settle, stretches
+from plait.parallel.state import own_state, stretches
 from plait.telemetry.record import read_metrics
 from plait.train.data import Samples
 from plait.train.events_log import EVENTS, EventLog
-from plait.train.exchange import counted_elements, gather_json, pieces_of, read_stretches, together
-from plait.train.replicas import Replicas
+from plait.train.exchange import Peers, gather_json, pieces_of, together
+from plait.train.launch import placed
+from plait.train.mirror import Replicas
+from plait.train.replicas import host_name, launched_folder
+from plait.train.restore import own_prefix, restore
 from plait.train.run import Setup, trained_shapes
-from plait.train.same import check_same, expected, identity
+from plait.train.same import identity
 from plait.train.step import Steps
 
 FOLDER = "checkpoints"
@@ -44,25 +45,12 @@ FOLDER = "checkpoints"
 
 
 @final
-class Peers:
-    """All ranks, as `plait.checkpoint` speaks with them: over a group of their own, from a thread of their own."""
-
-    def __init__(self, world: World) -> None:
-        self._world = world
-        self._group = aside(world)
-
-    def gather(self, value: Any) -> list[Any]:
-        """Every rank's ``value`` (plain JSON), in rank order, on every rank."""
-        return gather_json(self._world, value, self._group)
-
-    def barrier(self) -> None:
-        """Return when every rank has come here."""
-        self._group.barrier()
-
-
-@final
 class Keeper:
     """The checkpoints of one run. Every method but `warnings` is collective over all ranks.
+
+    ``memory``: this host's folder of memory files for replicas, which the launcher of the ranks has made; None: there
+    is none, or ranks that another launcher started make their own. A run resumes where any of its ranks was told so:
+    of those that torchrun starts again, the ones of a host that is new do not know that it is again.
 
     ConfigError where checkpoints cannot be written, and where a run that does not resume would mix its own with those
     that are there.
@@ -82,9 +70,13 @@ class Keeper:
         self._saved: int | None = None
         self._warnings: list[str] = []
         self._replicas: Replicas | None = None
+        self._resumes = any(gather_json(self._world, run.resume))
+        # fp32 masters, and two moments of what is trained.
+        need = 4 * parameter_count(setup.model)
+        need += 8 * sum(math.prod(shape) for shape in trained_shapes(setup).values())
 
         def make() -> None:
-            if not run.resume and committed(self.folder):
+            if not self._resumes and committed(self.folder):
                 raise ConfigError(
                     f"{self.folder} already holds checkpoints: set run.resume=true to go on from them, or another "
                     "run.dir or checkpoint.dir"
@@ -96,21 +88,38 @@ class Keeper:
                 keep=section.keep,
                 keep_every=section.keep_every,
                 asynchronous=section.asynchronous,
-                # fp32 masters, and two moments of what is trained.
-                need=4 * parameter_count(setup.model)
-                + 8 * sum(math.prod(shape) for shape in trained_shapes(setup).values()),
+                need=need,
             )
 
-            if memory is not None and run.replicas:
-                self._replicas = Replicas(
-                    memory,
-                    rank=self._world.rank,
-                    group=Peers(self._world),
-                    every=run.replicas,
-                    asynchronous=section.asynchronous,
-                )
-
         together(self._world, make)
+        if run.replicas and (memory is not None or placed() is not None):
+            self._mirror(memory, need)
+
+    def _mirror(self, memory: Path | None, need: int) -> None:
+        """Begin to keep replicas, in ``memory`` or the ranks' own folders."""
+        config, folders = self._setup.config, [] if memory is None else [memory]
+        assert config.run.dir is not None
+        run = config.run.dir
+
+        def claim() -> str:
+            if memory is None:
+                folders.append(launched_folder(run))
+            check_folder(folders[0])
+            return host_name(folders[0])
+
+        names = [str(name) for name in together(self._world, claim)]
+        self._replicas = Replicas(
+            folders[0],
+            self._world,
+            names,
+            every=config.run.replicas,
+            asynchronous=config.checkpoint.asynchronous,
+            need=need,
+            timeout=config.run.timeout,
+            ours=memory is None,
+        )
+        if not self._resumes:
+            self._replicas.forget()
 
     # --- saving
 
@@ -127,7 +136,8 @@ class Keeper:
         pieces = pieces_of(stretches(self._parallel, self._steps.optimizer), world.at)
         for name, value in own_state(self._parallel).items():
             shape = tuple(value.shape)
-            pieces.append(Piece(name=f"{_own(world.rank)}{name}", shape=shape, values=value, boxes=(full(shape),)))
+            name = f"{own_prefix(world.rank)}{name}"
+            pieces.append(Piece(name=name, shape=shape, values=value, boxes=(full(shape),)))
         scalars = {
             "step": step,
             "sample": (step + self._steps.shift) * self._setup.config.train.global_batch,
@@ -158,6 +168,9 @@ class Keeper:
         self.save(step)
         self._hear(self._saver.drain())
         self._peers.barrier()  # the one that commits ends last: the next wait for it is a step's
+        if self._replicas is not None and self._saved == step:
+            self._replicas.end()
+            self._tell("replica", self._replicas.poll())
         return self._saved == step
 
     def warnings(self) -> list[str]:
@@ -190,71 +203,71 @@ class Keeper:
         0, and nothing has changed, where there is none. ConfigError for another run's checkpoint, WeightsError where
         there are checkpoints and none is whole, or one does not hold exactly the state of this model.
         """
-        if not self._setup.config.run.resume:
+        if not self._resumes:
             return 0
-        path = self._newest()
-        if path is None:
+        found = self._newest()
+        if found is None:
             self._forget(0)
             return 0
-        step = self._load(path)
-        self.note("resume", {"step": step, "checkpoint": path.name, "plan": str(self._setup.plan)})
+        step, path = self._go_to(found)
+        source = "disk" if path.parent == self.folder else "memory"
+        fields = {"step": step, "checkpoint": path.name, "source": source, "plan": str(self._setup.plan)}
+        self.note("resume", fields)
         return step
 
     def back(self) -> int | None:
         """Bring a run that went wrong back to its newest whole checkpoint; the steps done there, None without one."""
         self._hear(self._saver.drain())
-        path = self._newest()
-        return None if path is None else self._load(path)
+        found = self._newest()
+        return None if found is None else self._go_to(found)[0]
 
-    def _newest(self) -> Path | None:
-        verify = self._setup.config.checkpoint.verify
-        path, passed = agree_latest(self.folder, rank=self._world.rank, group=self._peers, verify=verify)
-        for trouble in passed:
-            self._warnings.append(trouble)
-            self.note("damaged", {"error": trouble})
-        replica = self._replicas.newest() if self._replicas is not None else None
+    def _newest(self) -> Path | Whole | None:
+        """The newest of what is on the disk and what is in memory."""
+        path, passed = self._on_disk()
+        replica: Whole | None = None
+        if self._replicas is not None:
+            replica, odd = self._replicas.newest()
+            self._tell("replica", self._replicas.poll())
+            self._pass_over(odd)
         if replica is not None and (path is None or Checkpoint.open(path).scalars["step"] < replica.step):
-            return replica.path
+            return replica
         if path is None and passed:
             raise WeightsError(f"{self.folder} holds no checkpoint that is whole: {passed[0]}")
         return path
 
-    def _load(self, path: Path) -> int:
-        world, parallel, steps = self._world, self._parallel, self._steps
-        opened: list[Checkpoint] = []
-        shapes: dict[str, tuple[int, ...]] = {}
-        own: dict[str, torch.Tensor] = {}
-        counts: dict[str, int] = {}
+    def _on_disk(self) -> tuple[Path | None, list[str]]:
+        verify = self._setup.config.checkpoint.verify
+        path, passed = agree_latest(self.folder, rank=self._world.rank, group=self._peers, verify=verify)
+        self._pass_over(passed)
+        return path, passed
 
-        def look() -> None:
-            opened.append(Checkpoint.open(path))
-            check_same(path, opened[0].scalars, self._identity)
-            shapes.update(expected(self._setup, opened[0]))
+    def _pass_over(self, troubles: Sequence[str]) -> None:
+        for trouble in troubles:
+            self._warnings.append(trouble)
+            self.note("damaged", {"error": trouble})
 
-        def read() -> None:
-            mine = [row for row in stretches(parallel, steps.optimizer) if row.name in shapes]
-            read_stretches(opened[0], mine)
-            counts.update(counted_elements(mine, world))
-            if same_plan:
-                prefix = _own(world.rank)
-                names = [name for name in opened[0].names if name.startswith(prefix)]
-                own.update({name.removeprefix(prefix): opened[0].read(name).to(world.device) for name in names})
+    def _go_to(self, found: Path | Whole) -> tuple[int, Path]:
+        """Load what was found, or what is on the disk where a replica cannot be had; the steps done, and the folder."""
+        if isinstance(found, Path):
+            return self._load(found), found
+        assert self._replicas is not None
+        try:
+            place = self._replicas.place(found)
+            return self._load(place, found), place
+        except WeightsError as error:  # on all ranks alike
+            self._pass_over([f"the replica of step {found.step} cannot be had: {error}"])
+            path, _ = self._on_disk()
+            if path is None:
+                raise
+            return self._load(path), path
 
-        together(world, look)
-        scalars = opened[0].scalars
-        done = int(scalars["step"])
-        same_plan = scalars["plan"] == str(self._setup.plan) and scalars["ranks"] == world.mesh.world_size
-        steps.resume(scalars, same_plan=same_plan)
-        begin_moments(parallel, steps.optimizer, steps.updates)
-        together(world, read)
-        self._all_there(shapes, counts)
-        settle(parallel, step=done, previous=any(name.startswith("previous/") for name in shapes))
-        set_own_state(parallel, own)
-        if not same_plan and any(name.startswith("own/") for name in opened[0].names):
-            self._warnings.append(
-                f"{path.name} was saved by plan {scalars['plan']!r} on {scalars['ranks']} ranks: what its compression "
-                "had kept back of the gradients is left out"
-            )
+    def _load(self, path: Path, replica: Whole | None = None) -> int:
+        bring: Callable[[set[str]], None] | None = None
+        if replica is not None and self._replicas is not None:
+            bring = partial(self._replicas.bring, replica, path)
+        done, warning = restore(path, self._setup, self._parallel, self._steps, self._identity, bring)
+        if warning is not None:
+            self._warnings.append(warning)
         self._saved = done if path.parent == self.folder else None  # a replica is not on the disk
         self._forget(done)
         return done
@@ -263,19 +276,6 @@ class Keeper:
         """Steps from ``step`` on are taken again: ``metrics.jsonl`` is to have each once."""
         if self.log is not None:
             cut_metrics(self.log.path.with_name("metrics.jsonl"), step)
-
-    def _all_there(self, shapes: Mapping[str, tuple[int, ...]], counts: Mapping[str, int]) -> None:
-        """WeightsError where the ranks together have not set every element of every tensor; collective."""
-        mine = [float(counts.get(name, 0)) for name in shapes]
-        total = torch.tensor(mine, dtype=torch.float64, device=self._world.device)
-        found = self._world.group("pp", "dp", "cp", "tp").all_reduce(total).wait().tolist()
-        for (name, shape), count in zip(shapes.items(), found, strict=True):
-            if int(count) != math.prod(shape):
-                raise WeightsError(f"{name}: {int(count)} of its {math.prod(shape)} elements were restored")
-
-
-def _own(rank: int) -> str:
-    return f"own/rank-{rank}/"
 
 
 def config_of(folder: Path, overrides: tuple[str, ...] = ()) -> Config:
