@@ -70,6 +70,7 @@ def test_families() -> None:
     assert family_of("H100-80GB-SXM") == "H100"
     assert family_of("GH200-96GB") == "GH200"
     assert family_of("TPU-v5e") == "TPU"
+    assert family_of("TPU-v6e") == "TPU-V6E"
     assert family_of("something new") == "gpu"
     assert family_of("host", "cpu") == "cpu"
 

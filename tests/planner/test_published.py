@@ -220,6 +220,18 @@ def test_alternating_windows_have_the_same_work(tmp_path: Path) -> None:
 
 
 def test_a_source_that_is_not_known_goes_by_its_framework(tmp_path: Path) -> None:
-    for framework, want in (("torchtitan 0.2", "torchtitan"), ("FSDP2", "fsdp"), ("", "megatron")):
+    for framework, want in (
+        ("torchtitan 0.2", "torchtitan"),
+        ("FSDP2", "fsdp"),
+        ("Megatron-DeepSpeed", "megatron-deepspeed"),
+        ("DeepSpeed 0.14", "deepspeed"),
+        ("", "megatron"),
+    ):
         (found,) = rows(write(tmp_path, row(flags={"framework": framework})))
         assert job_of(found).practice.framework == want
+
+
+def test_a_row_says_what_attention_it_ran(tmp_path: Path) -> None:
+    for said, want in (("unfused masked softmax", "unfused"), ("flash-attn 2", "flash"), ("", "flash")):
+        (found,) = rows(write(tmp_path, row(flags={"attn_impl": said})))
+        assert job_of(found).practice.attention == want

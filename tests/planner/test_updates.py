@@ -43,13 +43,13 @@ def test_gradients_in_buckets_pay_for_each_call() -> None:
 
 
 def test_deepspeed_gathers_every_matrix_by_itself() -> None:
-    layers, matrices = exposed("zero=3", "plait", devices=512), exposed("zero=3", "deepspeed", devices=512)
+    layers, matrices = exposed("zero=3", "plait", devices=512), exposed("zero=3", "deepspeed-2021", devices=512)
     # Rings of 512 ranks: four calls a layer instead of one, and copies of every rank's shard.
     assert 2 * layers < matrices
 
 
 def test_nothing_is_copied_without_shards() -> None:
-    given = Practice(framework="deepspeed", overlap_grads=False)
+    given = Practice(framework="deepspeed-2021", overlap_grads=False)
     plain = Practice(overlap_grads=False)
     alone, beside = (predict(job("", practice=one)).ranks[0].exposed["dp"] for one in (given, plain))
     assert alone == beside

@@ -35,6 +35,7 @@ FAMILIES = (
     "MI300",
     "MI325",
     "MI355",
+    "TPU-V6E",
     "TPU",
     "V100",
 )
@@ -50,8 +51,10 @@ ALIKE = {
     "B300": "B200",
     "MI325": "MI300",
     "MI355": "MI300",
+    "TPU-V6E": "TPU",
     "megatron-clamped": "megatron",
     "megatron-alltoall": "megatron",
+    "megatron-plain": "megatron",
     "megatron-deepspeed-profiled": "megatron-deepspeed",
 }
 """Families, and frameworks, that share another's values where they have none of their own."""
@@ -112,10 +115,22 @@ CONSTANTS: Mapping[str, Constant] = {
     "watts.500W": _c(
         0.85, "1", "square root of 500 W over 700 W: rate follows clock, power its square or more", "physics"
     ),
+    "watts.96GB": _c(
+        0.91,
+        "1",
+        "the same of 580 W: 680 W a superchip (GH200, four a node), some 100 W for its CPU",
+        "JUPITER, physics",
+    ),
     # --- attention
     "flash_forward": _c(0.45, "of peak", "flash attention forward, head 128", "llm_foundry_mpt"),
     "flash_forward.A100": _c(0.72, "of peak", "flash attention forward, head 128", _CALIB),
     "flash_forward.B200": _c(0.60, "of peak", "flash attention forward, head 128", _CALIB),
+    "flash_forward.TPU-V6E": _c(
+        0.225, "of peak", "half of the others': heads of 128 in a matrix unit of 256 x 256", "scaling-book"
+    ),
+    "flash_backward.TPU-V6E": _c(
+        0.175, "of peak", "half of the others': heads of 128 in a matrix unit of 256 x 256", "scaling-book"
+    ),
     "flash_backward": _c(0.35, "of peak", "flash attention backward, head 128", "llm_foundry_mpt"),
     "flash_backward.A100": _c(0.45, "of peak", "flash attention backward, head 128", _CALIB),
     "flash_backward.B200": _c(0.45, "of peak", "flash attention backward, head 128", _CALIB),
@@ -196,6 +211,8 @@ CONSTANTS: Mapping[str, Constant] = {
     "gather_low": _c(0.0, "1", "1: weights of 8-bit products are gathered in 8 bits", "definition"),
     "gather_low.torchtitan": _c(1.0, "1", "the same: enable_fsdp_float8_all_gather", "torchtitan's recipes"),
     "async_reduce": _c(0.0, "1", "1: tensor parallel sums of input gradients run under weight gradients", "definition"),
+    "async_reduce.megatron": _c(1.0, "1", "the same: Megatron since 2022", "Megatron-LM, layers.py"),
+    "async_reduce.megatron-plain": _c(0.0, "1", "the same: of 2021, or with its overlap turned off", "definition"),
     "async_reduce.megatron-deepspeed": _c(1.0, "1", "the same: Megatron since 2022", "Megatron-LM, layers.py"),
     "async_reduce.megatron-deepspeed-profiled": _c(
         0.0, "1", "the same under a tracer, which runs kernels one after the other", "vtrain_a100"
@@ -208,14 +225,16 @@ CONSTANTS: Mapping[str, Constant] = {
     "bucket": _c(math.inf, "bytes", "gradients that are reduced by one call", "definition"),
     "bucket.nanotron": _c(50e6, "bytes", "the same: 25 MB of bf16, in fp32", "nanotron's defaults"),
     "own_gathers": _c(0.0, "1", "1: ZeRO 3 gathers and reduces each weight by a call of its own", "definition"),
-    "own_gathers.deepspeed": _c(1.0, "1", "the same: DeepSpeed of 2021", "DeepSpeed, partition_parameters.py"),
+    "own_gathers.deepspeed-2021": _c(1.0, "1", "the same: DeepSpeed of 2021", "DeepSpeed, partition_parameters.py"),
     "shard_copies": _c(
         0.0, "launches", "copying a tensor's shard of one rank out of, or into, a list that is sent", "definition"
     ),
     "shard_copies.nanotron": _c(
         1.0, "launches", "the same: shards are lists of tensors, rank by rank", "nanotron, distributed.py"
     ),
-    "shard_copies.deepspeed": _c(1.0, "launches", "the same: DeepSpeed of 2021", "DeepSpeed, partition_parameters.py"),
+    "shard_copies.deepspeed-2021": _c(
+        1.0, "launches", "the same: DeepSpeed of 2021", "DeepSpeed, partition_parameters.py"
+    ),
     "split_share": _c(
         0.9, "1", "share of tensor-parallel communication that overlap in parts hides", "megatron_bridge_perf"
     ),

@@ -34,8 +34,8 @@ def _megatron_2021(row: Row) -> Practice:
     the 2 that are freed (SC21's own runs keep fp32 gradients: 2 + 4 + 12).
     """
     return Practice(
-        framework="megatron",
-        attention="unfused",
+        framework="megatron-plain",
+        attention=_attention(row, "unfused"),
         causal=row.model["attention"] != "full",
         overlap_grads=False,
         overlap_pp=False,
@@ -54,6 +54,35 @@ def _vtrain(row: Row) -> Practice:
     return replace(_megatron_2021(row), framework=framework, grad_bytes=2)
 
 
+def _attention(row: Row, usual: str) -> str:
+    """``flash`` or ``unfused``, as the row says."""
+    said = str(row.flags.get("attn_impl", "")).lower()
+    return "unfused" if "unfused" in said else "flash" if "flash" in said else usual
+
+
+def _megatron_deepspeed(row: Row) -> Practice:
+    """Megatron-DeepSpeed keeps fp16 gradients, and fp32 ones beside bf16 weights."""
+    grads = 2 if row.precision == "fp16" else 4
+    return replace(_megatron_2021(row), framework="megatron-deepspeed", grad_bytes=grads)
+
+
+def _deepspeed(row: Row) -> Practice:
+    """DeepSpeed's engine; it overlaps by default where it shards weights (overlap_comm)."""
+    overlap = bool(row.flags.get("overlap_comm", row.layout["zero"] == 3))
+    return Practice(
+        framework="deepspeed",
+        attention=_attention(row, "flash"),
+        causal=row.model["attention"] != "full",
+        overlap_grads=overlap,
+        overlap_weights=overlap,
+        overlap_pp=False,
+        weight_bytes=2,
+        grad_bytes=2 if row.precision == "fp16" else 4,
+        optimizer_bytes=12,
+        memory_kind=_memory_kind(row),
+    )
+
+
 def _sc21(row: Row) -> Practice:
     if row.layout["zero"] != 3:
         # fp16 gradients: Megatron-LM of 2021 keeps and reduces fp32 ones for bf16 alone (arguments.py).
@@ -61,7 +90,7 @@ def _sc21(row: Row) -> Practice:
     # The paper's ZeRO-3 rows ran on DeepSpeed of 2021: gradients of two bytes; overlap_comm is off by default, and a
     # layer's weights are larger than what it gathers ahead (stage3_prefetch_bucket_size, 5e7 elements).
     return Practice(
-        framework="deepspeed",
+        framework="deepspeed-2021",
         attention="unfused",
         causal=False,
         overlap_grads=False,
@@ -80,6 +109,7 @@ def _megatron_core(row: Row) -> Practice:
     scope = flags.get("cuda_graph_scope")
     return Practice(
         framework=_megatron_name(row),
+        attention=_attention(row, "flash"),
         overlap_grads=bool(flags.get("overlap_grad_reduce", True)),
         overlap_weights=bool(flags.get("overlap_param_gather", True)),
         # User buffers: on in the recipes of dense models.
@@ -118,8 +148,9 @@ def _half_reduce(row: Row) -> bool:
 
 
 def _simumax(row: Row) -> Practice:
+    # All overlap is off, as the rows say.
     return Practice(
-        framework="megatron",
+        framework="megatron-plain",
         overlap_grads=False,
         overlap_weights=False,
         overlap_pp=False,
@@ -277,6 +308,7 @@ _NAMED: Final[Mapping[str, Callable[[Row], Practice]]] = {
     "composer": _foundry,
     "fsdp": _foundry,
     "zero-bubble": _zero_bubble,
-    "megatron-deepspeed": _megatron_2021,
+    "megatron-deepspeed": _megatron_deepspeed,
+    "deepspeed": _deepspeed,
 }
 """Word in a row's ``flags.framework`` -> practice."""
