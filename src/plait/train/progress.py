@@ -40,7 +40,8 @@ class _Terminal(Console):
 
 @final
 class Progress:
-    """Shows rows of ``metrics.jsonl`` as they come; silent where ``shown`` is off. A context manager."""
+    """Shows rows of ``metrics.jsonl`` as they come; silent where ``shown`` is off. A context manager, also again: it
+    goes on with what it has seen."""
 
     def __init__(self, setup: Setup, *, shown: bool, as_json: bool, console: Console | None = None) -> None:
         self._setup = setup
@@ -56,6 +57,8 @@ class Progress:
         self._eval: float | None = None
 
     def __enter__(self) -> Progress:
+        if not self._losses:
+            self._begin = monotonic()
         if self._shown and not self._json and self._console.is_terminal:
             self._live = Live(Text("first step"), console=self._console, auto_refresh=False)
             self._live.start()

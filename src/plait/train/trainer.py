@@ -114,15 +114,16 @@ def train(setup: Setup, world: World, *, as_json: bool = False, worker: Worker |
     )
     samples = open_samples(setup)
     process = process_bytes(world.device)
+    show = Progress(setup, shown=world.rank == 0, as_json=as_json)
     with Stop(worker) as stop:
         now: Setup | None = setup
         while now is not None:
-            now = train_cut(now, world, samples, as_json=as_json, worker=worker, stop=stop, process=process)
+            now = train_cut(now, world, samples, show, worker=worker, stop=stop, process=process)
             gc.collect()  # the old weights are gone before there are new ones
 
 
 def train_cut(
-    setup: Setup, world: World, samples: Samples, *, as_json: bool, worker: Worker, stop: Stop, process: int
+    setup: Setup, world: World, samples: Samples, show: Progress, *, worker: Worker, stop: Stop, process: int
 ) -> Setup | None:
     """`train` under one stage cut: to the end of the run, or None before it: what the run, all saved, goes on with."""
     config, folder, chief = setup.config, setup.config.run.dir, world.rank == 0
@@ -145,7 +146,7 @@ def train_cut(
         write_facts(setup, folder, facts)
     recut = Recut(setup, world) if watches(setup) else None
     row: dict[str, object] = {}
-    with Metrics(lines) as metrics, Progress(setup, shown=chief, as_json=as_json) as show:
+    with Metrics(lines) as metrics, show:
         while step < config.train.steps:
             heart.beat(step, "step", compute=meter.computes[world.rank] if meter.computes else None)
             meter.start()
