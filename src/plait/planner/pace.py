@@ -21,17 +21,17 @@ class Paced:
 def pace_of(machine: Machine, stage: Stage, practice: Practice, microbatches: int) -> Paced:
     """No phase ends before the host has launched it; ahead in backward, it makes up in the next forward."""
     f, b, w = stage.forward.total, stage.backward.total, stage.weight.total
-    if practice.graph:
-        return Paced(forward=f, backward=b, weight=w)
     table, family = machine.table, machine.family
-    launch = launch_of(machine, practice)
+    launch = 0.0 if practice.graph else launch_of(machine, practice)
+    if launch == 0:
+        return Paced(forward=f, backward=b, weight=w)
     # Messages wait for other ranks, so that the host does not get ahead under them.
     host_f = stage.forward.launches * launch + stage.forward.waits
     host_b = (stage.backward.launches + stage.weight.launches) * launch + stage.backward.waits + stage.weight.waits
     # Some operators wait for the host and some for the device: a smooth maximum.
     power = table.of("pace_join", family)
-    alone = _smooth(f, host_f, power) + _smooth(b + w, host_b, power)
-    many = _smooth(f + b + w, host_f + host_b, power)
+    alone = smooth(f, host_f, power) + smooth(b + w, host_b, power)
+    many = smooth(f + b + w, host_f + host_b, power)
     mean = (alone + (microbatches - 1) * many) / microbatches
     factor = mean / (f + b + w) if f + b + w else 1.0
     return Paced(forward=f * factor, backward=b * factor, weight=w * factor)
@@ -43,7 +43,7 @@ def launch_of(machine: Machine, practice: Practice) -> float:
     return launch * machine.table.of("fused_launch", machine.family) if practice.fused else launch
 
 
-def _smooth(device: float, host: float, power: float) -> float:
+def smooth(device: float, host: float, power: float) -> float:
     """The longer of two times, and more where they are near."""
     low, high = sorted((device, host))
     return high * (1 + (low / high) ** power) ** (1 / power) if high else 0.0
