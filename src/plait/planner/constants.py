@@ -197,6 +197,13 @@ CONSTANTS: Mapping[str, Constant] = {
     "link_step": _c(8.3e-6, "s", "latency of one step of a ring inside a node", _NCCL),
     "network_step": _c(15e-6, "s", "latency of one step between nodes", _NCCL),
     "collective_base": _c(23e-6, "s", "fixed latency of a collective", _NCCL),
+    "host_link": _c(50e9, "bytes/s", "copies between a device and its host, one direction: PCIe 5.0", "data sheet"),
+    "host_link.A100": _c(25e9, "bytes/s", "the same: PCIe 4.0", "data sheet"),
+    "host_link.GH200": _c(400e9, "bytes/s", "the same: NVLink-C2C, bound by the host's memory", "data sheet"),
+    "host_link.GB200": _c(225e9, "bytes/s", "the same: half of a CPU's NVLink-C2C", "data sheet"),
+    "host_link.GB300": _c(225e9, "bytes/s", "the same: half of a CPU's NVLink-C2C", "data sheet"),
+    "host_link.TPU": _c(16e9, "bytes/s", "the same", "jax-ml/scaling-book, tpus.md"),
+    "host_link.TPU-V6E": _c(32e9, "bytes/s", "the same", "jax-ml/scaling-book, tpus.md"),
     # --- overlap
     "contention": _c(0.25, "s/s", "slowing of compute by communication beside it", "llm_foundry_mpt"),
     "contention.TPU": _c(0.0, "s/s", "the same on a TPU, whose DMA engines send", "definition"),

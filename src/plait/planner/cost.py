@@ -19,6 +19,7 @@ from plait.planner.constants import DEFAULT, Table
 from plait.planner.job import Job
 from plait.planner.kernels import Machine
 from plait.planner.local import span_of
+from plait.planner.offload import shown
 from plait.planner.overlap import Pipeline
 from plait.planner.pace import pace_of
 from plait.planner.prediction import Prediction, RankTime
@@ -84,9 +85,12 @@ def predict(job: Job, table: Table = DEFAULT) -> Prediction:
         if key not in known:
             mine = [stages[s] for s in held]
             data = updates(machine, job, mine, [paced[s] for s in held])
-            tail = data.grads.added + data.weights.added + data.optimizer + other
+            aside = other
+            if practice.offload:
+                aside += shown(machine, job, held, [paced[s] for s in held])
+            tail = data.grads.added + data.weights.added + data.optimizer + aside
             moved = (2 * hop * m * len(held), pipe.blocking)
-            known[key] = tail, _rank(rank, mine, sums[rank], m, span, data, moved, other)
+            known[key] = tail, _rank(rank, mine, sums[rank], m, span, data, moved, aside)
         tail, one = known[key]
         longest = max(longest, tail)
         tails.append(tail)

@@ -53,6 +53,8 @@ class Practice:
     """Parts recomputed under ``selective`` in other systems: ``core_attn mlp moe_act layernorm mla_up_proj moe``."""
     offload: bool = False
     """Activations go to host memory."""
+    offload_share: float = 1.0
+    """Share of the layers whose activations do."""
     live_limit: int | None = None
     """Microbatches that a searched schedule fills every pipeline rank up to; None: as many as the plan's own holds."""
 

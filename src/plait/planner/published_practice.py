@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Final
+from typing import Any, Final
 
 from plait.planner.job import Practice
 from plait.planner.published_rows import Row
@@ -128,6 +128,7 @@ def _megatron_core(row: Row) -> Practice:
         memory_kind=_memory_kind(row),
         recompute_parts=_parts(row),
         offload=bool(flags.get("cpu_offloading_num_layers") or flags.get("activation_offload")),
+        offload_share=min(1.0, (flags.get("cpu_offloading_num_layers") or row.model["layers"]) / row.model["layers"]),
     )
 
 
@@ -265,7 +266,15 @@ def _maxtext(row: Row) -> Practice:
         memory_kind=_memory_kind(row),
         recompute_parts=("core_attn", "layernorm", "mlp_act") if policy.startswith(("minimal", "save_dot")) else (),
         offload="offload" in policy,
+        offload_share=_named_share(row.model),
     )
+
+
+def _named_share(model: Mapping[str, Any]) -> float:
+    """Of the widths of a layer's activations, those of what MaxText's policies name: input, q, k, v, output."""
+    hidden, query = model["hidden"], model["heads"] * model["head_dim"]
+    named = 2 * hidden + query + 2 * model["kv_heads"] * model["head_dim"]
+    return float(named / (named + hidden + query + 2 * model["ffn"]))
 
 
 def _scales(row: Row) -> str | None:
