@@ -8,7 +8,8 @@ from pathlib import Path
 
 _EXIT_CODES = (
     "exit codes: 0 done, 1 verify found a difference, or an unexpected error, 2 bad input, 3 a plan that cannot work, "
-    "4 a rank failed, 5 damaged weights or checkpoint, 6 stopped by a signal after saving, 7 diverged, 130 interrupted"
+    "4 a rank failed, 5 damaged weights or checkpoint, 6 stopped by a signal after saving, 7 diverged, 8 the last "
+    "state could not be saved, 130 interrupted, 138 or 143 SIGUSR1 or SIGTERM before it could save, 141 no reader left"
 )
 
 

@@ -6,10 +6,12 @@ import argparse
 import os
 import signal
 import sys
+import threading
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from plait.arguments import parser
+from plait.checkpoint.phases import SAVING
 from plait.core.errors import ConfigError, PlaitError
 
 if TYPE_CHECKING:
@@ -25,6 +27,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         # A failed rank's own traceback first, then one line of what it means.
         sys.stderr.write(getattr(error, "trace", ""))
         print(f"plait: error: {error}", file=sys.stderr)
+        if any(thread.name == SAVING for thread in threading.enumerate()):
+            _leave(error.exit_code)
         return error.exit_code
     except KeyboardInterrupt as interrupt:
         ended = "; all ranks were ended" if arguments.command in ("train", "verify", "calibrate") else ""
@@ -34,6 +38,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         # Whoever read our output has left: so do we, without a word at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
+
+
+def _leave(code: int) -> NoReturn:
+    """End here and now: a save that stands still on a dead disk would keep the interpreter for ever."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def _config(arguments: argparse.Namespace) -> Config:

@@ -21,7 +21,7 @@ from plait.checkpoint import disk
 from plait.checkpoint.reader import Checkpoint
 from plait.comm.world import World
 from plait.core.config import dump, load, loads
-from plait.core.errors import ConfigError, WeightsError
+from plait.core.errors import ConfigError, SaveError, WeightsError
 from plait.telemetry.record import EVAL_KEY, read_metrics
 from plait.train import rebalance
 from plait.train.data import write_tokens
@@ -430,5 +430,5 @@ def test_a_stopped_run_whose_state_cannot_be_saved_says_so(tokens: Path, tmp_pat
         raise OSError(errno.ENOSPC, "No space left on device")
 
     run = config(tokens, tmp_path / "run", *RUN)
-    with mock.patch.object(disk, "write", full), pytest.raises(WeightsError, match="could not be saved"):
+    with mock.patch.object(disk, "write", full), pytest.raises(SaveError, match=r"SIG.* could not be saved"):
         train_until(Connect("", 0), dump(run), 1, 2)

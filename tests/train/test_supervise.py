@@ -316,7 +316,7 @@ def test_attempts_without_a_new_checkpoint_are_bounded(tmp_path: Path, monkeypat
     supervised(monkeypatch, tmp_path / "b", *[fails(saves=step, step=step) for step in range(1, 9)], done)
 
 
-@pytest.mark.parametrize("code", [ConfigError.exit_code, PlanError.exit_code, DivergedError.exit_code])
+@pytest.mark.parametrize("code", [ConfigError.exit_code, PlanError.exit_code, DivergedError.exit_code, 8])
 def test_what_would_come_again_is_not_tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
     with pytest.raises(WorkerFailed):
         supervised(monkeypatch, tmp_path, fails(cause="error", code=code))

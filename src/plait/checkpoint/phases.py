@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 Probe = Callable[[str], None]
+SAVING = "plait-save"
+"""Name of the thread that saves."""
 EVERYWHERE = (
     "begin.enter",
     "begin.agree",

@@ -5,16 +5,20 @@ The run waits for the copy into host memory alone, and for a save that is still 
 
 from __future__ import annotations
 
+import dataclasses
 import queue
 import threading
 import time
 from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Self, final
 
 from plait.checkpoint.commit import Place, Saved, commit
-from plait.checkpoint.phases import COMMITTER, EVERYWHERE, Probe
+from plait.checkpoint.disk import Source
+from plait.checkpoint.phases import COMMITTER, EVERYWHERE, SAVING, Probe
 from plait.checkpoint.spread import Spread
 from plait.checkpoint.state import Agreement, Snapshot
 from plait.checkpoint.steps import check_folder
@@ -27,6 +31,16 @@ PHASES = ("save.enter", "save.free", "save.copied", *EVERYWHERE, *COMMITTER, "sa
 
 def _unseen(phase: str) -> None:
     """The probe of a run that nobody tests."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnderWay:
+    """A save that has not ended. ``phase``: the boundary of `PHASES` that this rank has passed last; ``idle``: seconds
+    since then, or since it last had bytes of its file to write."""
+
+    step: int
+    phase: str
+    idle: float
 
 
 @final
@@ -59,8 +73,10 @@ class Saver:
             raise ConfigError(f"[checkpoint] keep = {keep} has to be at least 1, keep_every = {keep_every} at least 0")
         check_folder(folder, need)
         self._place = Place(
-            folder=folder, rank=rank, group=group, keep=keep, keep_every=keep_every, spread=spread, probe=probe
+            folder=folder, rank=rank, group=group, keep=keep, keep_every=keep_every, spread=spread, probe=self._passed
         )
+        self.folder = folder
+        self._mark = (-1, "", 0.0)
         self._hosts = spread.hosts if spread is not None else None
         self._probe, self._asynchronous = probe, asynchronous
         self._host = Host()
@@ -69,6 +85,12 @@ class Saver:
 
     def save(self, snapshot: Snapshot) -> None:
         """Save ``snapshot``: its tensors may change as soon as this returns. Waits for the save before, if any."""
+        self.begin(snapshot)
+        if not self._asynchronous:
+            self._wait()
+
+    def begin(self, snapshot: Snapshot) -> None:
+        """`save`, which the caller waits for where it is not asynchronous."""
         self._probe("save.enter")
         self._wait()
         self._probe("save.free")
@@ -80,19 +102,29 @@ class Saver:
             copied = error
         seconds = time.perf_counter() - start
         self._probe("save.copied")
+        self._mark = (snapshot.step, "save.copied", time.monotonic())
         # A daemon: a rank that fails for another reason ends, and what it had not committed was never there.
         self._thread = threading.Thread(
-            target=self._work, args=(snapshot.step, copied, seconds), name="plait-save", daemon=True
+            target=self._work, args=(snapshot.step, copied, seconds), name=SAVING, daemon=True
         )
         self._thread.start()
-        if not self._asynchronous:
-            self._wait()
         self._probe("save.left")
 
     @property
     def busy(self) -> bool:
         """Whether a save is under way."""
         return self._thread is not None and self._thread.is_alive()
+
+    @property
+    def under_way(self) -> UnderWay | None:
+        """How far the save under way is; None where there is none."""
+        step, phase, since = self._mark
+        return UnderWay(step=step, phase=phase, idle=time.monotonic() - since) if self.busy else None
+
+    def join(self, seconds: float) -> None:
+        """Wait for the save under way, so long at most."""
+        if self._thread is not None:
+            self._thread.join(seconds)
 
     def poll(self) -> list[Saved]:
         """How the saves went that have ended since the last call; never waits."""
@@ -108,8 +140,24 @@ class Saver:
         return self.poll()
 
     def _work(self, step: int, copied: Copied | Exception, seconds: float) -> None:
-        self._done.put(commit(step, copied, self._place, seconds))
+        self._done.put(commit(step, self._followed(copied), self._place, seconds))
         self._probe("save.end")
+
+    def _passed(self, phase: str) -> None:
+        self._mark = (self._mark[0], phase, time.monotonic())
+        self._probe(phase)
+
+    def _followed(self, copied: Copied | Exception) -> Copied | Exception:
+        """``copied``, of which every chunk that is asked for counts as progress."""
+        if isinstance(copied, Exception):
+            return copied
+
+        def noted(give: Source, start: int, stop: int) -> memoryview:
+            self._mark = (*self._mark[:2], time.monotonic())
+            return give(start, stop)
+
+        shards = (dataclasses.replace(shard, give=partial(noted, shard.give)) for shard in copied.shards)
+        return dataclasses.replace(copied, shards=tuple(shards))
 
     def _wait(self) -> None:
         if self._thread is not None:

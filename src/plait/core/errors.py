@@ -37,6 +37,12 @@ class DivergedError(RankError):
     exit_code = 7
 
 
+class SaveError(PlaitError, RuntimeError):
+    """The last state of a run could not be saved; what was committed before is whole, and `--resume` goes on there."""
+
+    exit_code = 8
+
+
 class WeightsError(PlaitError, ValueError):
     """Stored weights or checkpoints that are missing, damaged, or do not fit the model."""
 

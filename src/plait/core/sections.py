@@ -221,6 +221,11 @@ class CheckpointSection:
     keep_every: int = key(0, "Checkpoints of steps that this number divides stay as well; 0: none.", within=NATURAL)
     asynchronous: bool = key(True, "Write while training goes on: a step waits for the copy alone.")
     verify: bool = key(True, "Read a checkpoint's hashes before resuming from it.")
+    timeout: float = key(
+        300.0,
+        "Seconds without progress after which a save counts as one that stands still: it is told, and not waited for.",
+        within=Interval(0, open_low=True),
+    )
 
     def __post_init__(self) -> None:
         check_values(self, "checkpoint")

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from plait.comm import flight
-from plait.core.errors import ConfigError, PlanError, RankError
+from plait.core.errors import ConfigError, PlanError, RankError, SaveError
 from plait.train.folder import private
 from plait.train.heartbeat import Beat, Lookout, read_beat, state_of
 from plait.train.signals import Signals
@@ -172,7 +172,8 @@ def _watch(
         ended = _ended(ranks, folder)
         if any(one.code not in (0, StoppedError.exit_code) for one in ended):
             time.sleep(SETTLE_SECONDS)
-            if signals.asked:  # a signal to all of them came before they could heed it
+            # A signal to all of them came before they could heed it.
+            if signals.asked and not any(one.code == SaveError.exit_code for one in ended):
                 raise _signalled(signals.asked, "the ranks ended before they could save")
             raise _failure(_ended(ranks, folder), [process.pid for process in ranks], folder)
         if len(ended) == len(ranks):

@@ -16,7 +16,7 @@ from typing import final
 from plait.checkpoint.steps import Entry, committed
 from plait.comm.flight import write_dump
 from plait.core.config import Config, dump
-from plait.core.errors import ConfigError, DivergedError, PlanError
+from plait.core.errors import ConfigError, DivergedError, PlanError, SaveError
 from plait.train.elastic import FAILURES, Slots, fit
 from plait.train.events_log import EVENTS, EventLog
 from plait.train.folder import CHECKPOINTS
@@ -33,8 +33,8 @@ LOADS = 2
 """Attempts that end while they load a checkpoint, after which it is set aside."""
 FLIGHT = "flight"
 """Folder of the ranks' last operations in a run's folder."""
-_FINAL = (ConfigError.exit_code, PlanError.exit_code, DivergedError.exit_code)
-"""What comes again whenever it is tried: bad input, and training that has diverged."""
+_FINAL = (ConfigError.exit_code, PlanError.exit_code, DivergedError.exit_code, SaveError.exit_code)
+"""What comes again whenever it is tried: bad input, training that has diverged, a last state that cannot be saved."""
 
 
 def supervise(config: Config, processes: int, *, as_json: bool, function: str = RANK) -> None:

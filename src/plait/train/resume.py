@@ -32,16 +32,18 @@ from plait.telemetry.record import read_metrics
 from plait.train.data import Samples
 from plait.train.events_log import EVENTS, EventLog
 from plait.train.exchange import Peers, gather_json, pieces_of, together
+from plait.train.folder import CHECKPOINTS
 from plait.train.launch import placed
 from plait.train.mirror import Replicas
+from plait.train.patience import PatientSaver
 from plait.train.replicas import host_name, launched_folder
 from plait.train.restore import own_prefix, restore
 from plait.train.run import Setup, trained_shapes
 from plait.train.same import identity
 from plait.train.step import Steps
 
-FOLDER = "checkpoints"
-"""Of a run folder, unless checkpoint.dir names another."""
+TRIES = 2
+"""How often the state at the end of a run is saved where that fails."""
 
 
 @final
@@ -62,7 +64,7 @@ class Keeper:
         self._setup, self._parallel, self._steps, self._world = setup, parallel, steps, parallel.world
         section, run = setup.config.checkpoint, setup.config.run
         assert run.dir is not None, "claim_folder names it"
-        self.folder = section.dir or run.dir / FOLDER
+        self.folder = section.dir or run.dir / CHECKPOINTS
         self.log = EventLog(run.dir / EVENTS) if self._world.rank == 0 else None
         """Of the run; on rank 0 alone."""
         self._identity = identity(setup, samples)
@@ -81,7 +83,7 @@ class Keeper:
                     f"{self.folder} already holds checkpoints: set run.resume=true to go on from them, or another "
                     "run.dir or checkpoint.dir"
                 )
-            self._saver = Saver(
+            saver = Saver(
                 self.folder,
                 rank=self._world.rank,
                 group=self._peers,
@@ -90,6 +92,7 @@ class Keeper:
                 asynchronous=section.asynchronous,
                 need=need,
             )
+            self._saver = PatientSaver(saver, self._world, patience=section.timeout, asynchronous=section.asynchronous)
 
         together(self._world, make)
         if run.replicas and (memory is not None or placed() is not None):
@@ -165,13 +168,23 @@ class Keeper:
         """Save, and wait; whether the state after ``step`` steps is on the disk."""
         # What is under way ends first: ranks hear of a failure at unlike times, and have to try again together.
         self._hear(self._saver.drain())
-        self.save(step)
-        self._hear(self._saver.drain())
+        for _ in range(TRIES):
+            self.save(step)
+            self._hear(self._saver.drain())
+            if self.stands:  # with the ranks' agreement under way, which a barrier would get between
+                return False
+            if self._saved == step:
+                break
         self._peers.barrier()  # the one that commits ends last: the next wait for it is a step's
         if self._replicas is not None and self._saved == step:
             self._replicas.end()
             self._tell("replica", self._replicas.poll())
         return self._saved == step
+
+    @property
+    def stands(self) -> str | None:
+        """Why the save under way counts as one that stands still, on all ranks; None where none does."""
+        return self._saver.stands
 
     def warnings(self) -> list[str]:
         """What went wrong with saves since the last call, in words: the run goes on, and the next save is tried."""
@@ -218,6 +231,8 @@ class Keeper:
     def back(self) -> int | None:
         """Bring a run that went wrong back to its newest whole checkpoint; the steps done there, None without one."""
         self._hear(self._saver.drain())
+        if self.stands:
+            return None
         found = self._newest()
         return None if found is None else self._go_to(found)[0]
 

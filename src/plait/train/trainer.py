@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import json
+import signal
 import sys
 from contextlib import ExitStack
 from pathlib import Path
@@ -15,7 +16,7 @@ from rich.console import Console
 
 from plait.comm.world import World
 from plait.core.config import Config, dump, loads
-from plait.core.errors import ConfigError, PlanError, RankError, WeightsError
+from plait.core.errors import ConfigError, PlanError, RankError, SaveError
 from plait.parallel.apply import Parallel
 from plait.parallel.precision import fp8_reason
 from plait.telemetry.record import EVAL_KEY, Metrics, Recorder, write_trace
@@ -169,13 +170,17 @@ def train_cut(
             if change is not None and keeper.finish(step):
                 return switch(keeper, change, chief)
         heart.beat(step, "save", bounded=False)
-        keeper.finish(step)
+        saved = keeper.finish(step)
         warn(chief, *keeper.warnings())
+        if keeper.stands:  # the weights' folder may well be on the same disk
+            raise SaveError(unsaved(step))
         write_weights(folder / "weights", world, setup.model, parallel.zero)
         if row:
             show.done(folder)
         else:
             warn(chief, f"{step} steps were done already, of train.steps={config.train.steps}: no step was taken")
+        if not saved:
+            raise SaveError(f"{unsaved(step)}; {folder / 'weights'} holds its weights alone")
     return None
 
 
@@ -197,8 +202,13 @@ def save(keeper: Keeper, step: int, *, asked: int, chief: bool) -> None:
     saved = keeper.finish(step)
     warn(chief, *keeper.warnings())
     if not saved:
-        raise WeightsError(f"signal {asked} asked the run to end, and its state could not be saved")
+        raise SaveError(f"{signal.Signals(asked).name} asked the run to end: {unsaved(step)}")
     raise StoppedError(Stop.message(asked, step))
+
+
+def unsaved(step: int) -> str:
+    """What a run ends with whose last state is not on the disk; warnings before it have said why."""
+    return f"the state after {step} steps could not be saved, plait train --resume goes on from the checkpoint before"
 
 
 def record(metrics: Metrics, row: dict[str, object]) -> None:
