@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
 
+from plait.planner.cost import predict
 from plait.planner.fit import Rows, descend, loss, main, measured, spreads
 
 
@@ -35,9 +37,19 @@ def test_descent_goes_down(rows: Rows) -> None:
     assert best == loss(rows, values) <= loss(rows, {})
 
 
-def test_intervals_hold_four_fifths(rows: Rows) -> None:
+def test_intervals_hold_four_fifths_of_a_source_that_is_left_out(rows: Rows) -> None:
     (spread,) = spreads(rows, {}).values()
     assert 0 < spread < 0.3
+    ((name, pairs),) = rows.items()
+    slow = [(job, 2 * predict(job).step_time) for job, _ in pairs]
+    fast = [(job, predict(job).step_time) for job, _ in pairs]
+    # Of two sources neither says how wrong the other is: the widest covers it.
+    (wide,) = spreads({name: fast, "another, one node": slow}, {}).values()
+    assert wide == pytest.approx(math.log(2))
+    # Of ten alike and one that is not, nine tenths are covered by what the others say.
+    many = {f"source {index}, one node": fast for index in range(10)} | {"another, one node": slow}
+    (narrow,) = spreads(many, {}).values()
+    assert narrow == pytest.approx(0, abs=1e-9)
 
 
 def test_command(shared: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -190,6 +190,8 @@ def test_schedules_stages_and_groups_are_the_frameworks(tmp_path: Path) -> None:
     assert "stages=4,4" in plan_of(flags={"layers_per_stage_incl_embedding_and_head": [5, 5]})
     ends = plan_of(flags={"first_and_last_stage_one_layer_fewer": True})
     assert "stages=4,4" in ends
+    # nanotron counts the head's product, and the layer that passes half of all is the first stage's last.
+    assert "stages=5,3" in plan_of(source="nanotron_ultrascale")
     assert "virtual=2" in plan_of(layout__schedule="interleaved", layout__vp=2, model__layers=8)
     assert "stages=2,2,2,2" in plan_of(layout__schedule="interleaved", layout__vp=2)
     assert "zero_group=2" in plan_of(layout__hsdp_replicas=2)

@@ -11,6 +11,8 @@ from functools import lru_cache
 from plait.models.parts import MLAConfig, MoEConfig
 from plait.planner.ops import Builder, Message, Op, Slice, Work
 
+EAGER_LOSS = "nanotron"
+"""Framework whose cross entropy over a cut vocabulary runs operator by operator (functional.py)."""
 CLAMPED = "megatron-clamped"
 """Framework whose gated activation runs operator by operator: Megatron-Bridge with gpt-oss's clamped one."""
 
@@ -273,7 +275,11 @@ def head(cut: Slice) -> Work:
     build.linear("head", cut.tokens, vocabulary, model.hidden_size, low=False)
     logits = cut.tokens * vocabulary
     # Fused: read twice, gradient written once. Else fp32 copies: cast, max, subtract, exp, sum, divide; and back.
-    forward, backward = (3.0 * 2, 2.0 * 2) if cut.practice.fused else (16.0, 14.0)
-    build.memory(build.forward, "head", forward * logits, kernels=2 if cut.practice.fused else 10)
-    build.memory(build.backward, "head", backward * logits, kernels=1 if cut.practice.fused else 5)
+    fused = cut.practice.fused and cut.practice.framework != EAGER_LOSS
+    forward, backward = (3.0 * 2, 2.0 * 2) if fused else (16.0, 14.0)
+    if cut.practice.framework == EAGER_LOSS:
+        # Each of them a kernel of its own over fp32 logits: 6 + 4 + 8 + 8 + 4 + 8 bytes.
+        forward = 38.0
+    build.memory(build.forward, "head", forward * logits, kernels=2 if fused else 10)
+    build.memory(build.backward, "head", backward * logits, kernels=1 if fused else 5)
     return build.work()

@@ -228,6 +228,8 @@ def _stages(row: Row, count: int) -> tuple[int, ...] | None:
             raise ValueError(f"layers_per_stage {given} for {count} stages of {layers} layers")
         return (int(given[0]) - 1, *map(int, given[1:-1]), int(given[-1]) - 1)
     ends = bool(row.flags.get("first_and_last_stage_one_layer_fewer"))
+    if row.source == "nanotron_ultrascale":
+        return _by_cost(row.model, count)
     if layers % count == 0 and not ends:
         return (layers // count,) * count
     if (layers + 2) % count == 0:
@@ -237,8 +239,6 @@ def _stages(row: Row, count: int) -> tuple[int, ...] | None:
     if row.source == "internevo":
         each, more = divmod(layers, count)
         return (each,) * (count - more) + (each + 1,) * more
-    if row.source == "nanotron_ultrascale":
-        return _by_cost(row.model, count)
     if row.experts and row.model["mtp_layers"] is not None:
         # Megatron-Bridge's layouts of DeepSeek-V3 and Kimi K2: the last stage, with MTP and head, has what is left.
         each = math.ceil(layers / count)
@@ -248,7 +248,7 @@ def _stages(row: Row, count: int) -> tuple[int, ...] | None:
 
 
 def _by_cost(model: Mapping[str, Any], count: int) -> tuple[int, ...]:
-    """nanotron's cut: a block goes to the next stage once the costs so far pass the stage's share of all.
+    """nanotron's cut: the block that passes a stage's share of all costs is the stage's last.
 
     A layer costs its products, the head its own, the embedding nothing.
     """
@@ -258,9 +258,9 @@ def _by_cost(model: Mapping[str, Any], count: int) -> tuple[int, ...]:
     counts = [0] * count
     stage = 0
     for index in range(model["layers"]):
+        counts[stage] += 1
         if layer * (index + 1) > share * (stage + 1):
             stage += 1
-        counts[stage] += 1
     return tuple(counts)
 
 
