@@ -1,10 +1,13 @@
-"""Two hosts, made of network namespaces, under torchrun: one is cut off in the middle of a step, the other goes on."""
+"""Two hosts under torchrun: one is cut off in the middle of a step (they are made of network namespaces), or dies with
+all its memory and is replaced (they are two agents, with a folder of memory files each). The run loses that step alone.
+"""
 
 from __future__ import annotations
 
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -15,6 +18,7 @@ import pytest
 from plait.core.config import dump
 from plait.telemetry.record import read_metrics
 from plait.train.events_log import EVENTS, read
+from plait.train.replicas import MEMORY
 from tests.pool import Pool
 from tests.train import jobs
 from tests.train.test_launch import ENV
@@ -22,7 +26,18 @@ from tests.train.test_trainer import config, same_run, settings, tokens
 
 __all__ = ["tokens"]
 
-RUN = ("train.steps=8", "train.eval_every=0", "checkpoint.every=2", "checkpoint.asynchronous=false", "run.device=cpu")
+RUN = (
+    "train.steps=8",
+    "train.eval_every=0",
+    "checkpoint.every=4",
+    "checkpoint.asynchronous=false",
+    "run.replicas=1",
+    "run.device=cpu",
+    "plan.tp=1",
+    "plan.pp=1",
+    "plan.dp=2",
+    "plan.zero=1",  # each rank has masters and moments that the other has not
+)
 ADDRESSES = ("10.213.77.1", "10.213.77.2")
 SCRIPT = """\
 import os, subprocess, sys
@@ -47,6 +62,14 @@ def stumble(self, *arguments):
 Heartbeat.beat, Group._under_way = beat_and_arm, stumble
 trainer.start(load(None, sys.argv[1:]), as_json=True)
 """
+
+
+@pytest.fixture(scope="module")
+def calm(pool: Pool, tokens: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run that nothing befalls."""
+    folder = tmp_path_factory.mktemp("calm") / "run"
+    pool.run(2, jobs.train_in_pool, dump(config(tokens, folder, *RUN)), 2)
+    return folder
 
 
 def ip(*words: str) -> None:
@@ -96,12 +119,12 @@ def agent(host: str, number: int, script: Path, arguments: list[str]) -> subproc
 
 
 def test_one_host_is_cut_off_in_a_step_and_the_other_goes_on(
-    pool: Pool, tokens: Path, tmp_path: Path, hosts: list[str]
+    calm: Path, tokens: Path, tmp_path: Path, hosts: list[str]
 ) -> None:
     """Its rank is told of nothing: it waits for ``run.timeout``; then torchrun starts it again, alone."""
     script, folder = tmp_path / "rank.py", tmp_path / "run"
     script.write_text(SCRIPT)
-    arguments = settings(tokens, folder, *RUN, "plan.tp=1", "plan.pp=1", "plan.dp=2", "run.timeout=10")
+    arguments = settings(tokens, folder, *RUN, "run.timeout=10")
     agents = [agent(host, number, script, arguments) for number, host in enumerate(hosts)]
     try:
         _, errors = agents[0].communicate(timeout=200)
@@ -110,11 +133,71 @@ def test_one_host_is_cut_off_in_a_step_and_the_other_goes_on(
             if one.poll() is None:
                 os.killpg(one.pid, signal.SIGKILL)
         _, cut_off = agents[1].communicate()
+        for left in MEMORY.glob(f"plait-memory-{agents[1].pid}-*"):  # of an agent that died: the next run's to remove
+            shutil.rmtree(left)
     assert agents[0].returncode == 0, f"{errors}\n--- the other host:\n{cut_off}"
     assert [row["step"] for row in read_metrics(folder / "metrics.jsonl")] == list(range(8))
-    resumes = [event.fields for event in read(folder / EVENTS) if event.kind == "resume"]
-    assert [fields["step"] for fields in resumes] == [4]
-    assert "dp=1" in resumes[0]["plan"]
-    calm = tmp_path / "calm"
-    pool.run(2, jobs.train_in_pool, dump(config(tokens, calm, *RUN, "plan.dp=2")), 2)
+    (resume,) = [event.fields for event in read(folder / EVENTS) if event.kind == "resume"]
+    assert (resume["step"], resume["source"]) == (5, "memory")  # half of it was in the memory of the other host
+    assert "dp=1" in resume["plan"]
     same_run(folder, calm)
+
+
+DIES = """\
+import os, shutil, signal, sys
+from pathlib import Path
+from plait.core.config import load
+from plait.train import trainer
+from plait.train.heartbeat import Heartbeat
+from plait.train.replicas import launched_folder
+
+beat = Heartbeat.beat
+config = load(None, sys.argv[1:])
+
+def beat_and_die(self, step, phase, **rest):
+    beat(self, step, phase, **rest)
+    if os.environ.get("DIES") and (step, phase) == (6, "step"):
+        os.kill(os.getppid(), signal.SIGKILL)
+        shutil.rmtree(launched_folder(config.run.dir))
+        os.kill(os.getpid(), signal.SIGKILL)
+
+Heartbeat.beat = beat_and_die
+trainer.start(config, as_json=True)
+"""
+
+
+def test_a_host_dies_and_another_takes_its_place(calm: Path, tokens: Path, tmp_path: Path) -> None:
+    """The new one has nothing in its memory; its rank's masters and moments come from the other's."""
+    script, folder = tmp_path / "rank.py", tmp_path / "run"
+    script.write_text(DIES)
+    arguments = settings(tokens, folder, *RUN, "run.timeout=60", "run.resume=true")
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port = found.getsockname()[1]
+
+    def start(number: int, **more: str) -> subprocess.Popen[str]:
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1"]
+        torchrun += ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=plait", "--max-restarts=3"]
+        torchrun += [f"--rdzv-conf=is_host={int(not number)},keep_alive_interval=1,keep_alive_max_attempt=2"]
+        torchrun += ["--monitor-interval=0.1", "--local-addr=127.0.0.1", str(script), *arguments]
+        # Without the second, torch's agents look for each other at the store of the first round, and a new one in vain.
+        env = {**ENV, "GLOO_SOCKET_IFNAME": "lo", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "OMP_NUM_THREADS": "1"}
+        pipe = subprocess.PIPE
+        return subprocess.Popen(torchrun, env=env | more, stdout=subprocess.DEVNULL, stderr=pipe, text=True)
+
+    agents = [start(0), start(1, DIES="1")]
+    try:
+        _, died = agents[1].communicate(timeout=120)
+        agents.append(start(1))
+        errors = [one.communicate(timeout=120)[1] for one in (agents[0], agents[2])]
+    finally:
+        for one in agents:
+            one.terminate()
+            one.wait(30)
+    assert [one.returncode for one in agents] == [0, -signal.SIGKILL, 0], "\n---\n".join([*errors, died])
+    assert [row["step"] for row in read_metrics(folder / "metrics.jsonl")] == list(range(8))
+    (resume,) = [event.fields for event in read(folder / EVENTS) if event.kind == "resume"]
+    assert (resume["step"], resume["source"]) == (6, "memory")
+    same_run(folder, calm, loss=0.0, weights=0.0)
+    owners = {int(name.split("-")[2]) for name in os.listdir(MEMORY) if name.startswith("plait-memory-")}
+    assert not owners & {one.pid for one in agents}
