@@ -16,12 +16,13 @@ from plait.core.plan import Plan
 from plait.models.config import PRESETS, ModelConfig, MoEConfig
 from plait.parallel.layout import model_shape
 from plait.planner.bounds import Bounds
+from plait.planner.cells import cells
 from plait.planner.clusters import cluster
 from plait.planner.cost import predict
 from plait.planner.losers import order, simplicity
 from plait.planner.memory import memory
 from plait.planner.search import search
-from plait.planner.space import MODES, SCHEDULES, ZEROS, Request, cells, plan_of
+from plait.planner.space import MODES, SCHEDULES, ZEROS, Request, plan_of
 from plait.planner.why import Candidate, reason
 
 DENSE = ModelConfig(
@@ -74,7 +75,7 @@ def everything(asked: Request) -> Iterator[Plan]:
                 ZEROS if dp * cp > 1 else (0,),
                 MODES,
             ):
-                for etp in sorted({tp if ep == 1 else 1, *((1, tp) if experts else ())}):
+                for etp in divisors(tp) if experts else (tp if ep == 1 else 1,):
                     keys = {"tp": tp, "pp": pp, "cp": cp, "dp": dp, "schedule": schedule, "virtual": virtual}
                     keys |= {"micro": micro, "sequence_parallel": sp if sp is False else None, "context": context}
                     keys |= {"ep": ep, "zero": zero, "recompute": mode, "precision": "bf16"}
@@ -134,18 +135,20 @@ def test_bounds_are_bounds(model: ModelConfig, name: str, gpus: int, batch: int,
     bounds.lay(found[0])
     tightness = []
     for cell in draw.sample(found, min(12, len(found))):
-        roughly, closely = bounds.roughly(cell), bounds.closely(cell, whole=False)
+        roughly, alike = bounds.cells.roughly(cell), bounds.cells.alike(cell)
         leaves = bounds.leaves(cell, all_of_them=True)
+        if leaves is None:
+            continue
         for place in draw.sample(range(len(leaves)), min(8, len(leaves))):
             leaf = leaves.leaf(place)
             plan = plan_of(asked, cell, leaf.form)
             took = predict(asked.job(plan)).step_time
             assert roughly <= took, (cell, str(plan))
-            assert closely <= took, (cell, str(plan))
+            assert alike <= took, (cell, str(plan))
             assert leaf.bound <= took, str(plan)
             held = memory(asked.job(plan)).fullest.peak
             # Of plans that fit alone.
-            assert bounds.closely(cell, whole=True) <= took or held > asked.memory, (cell, str(plan))
+            assert bounds.cells.closely(cell) <= took or held > asked.memory, (cell, str(plan))
             least = bounds.peak(leaf)
             assert least <= held, str(plan)
             tightness.append((leaf.bound / took, least / held))
@@ -253,7 +256,7 @@ def test_405b_on_16384_devices_is_planned_in_seconds() -> None:
 
 
 def test_a_thousand_billion_parameters_of_experts_are_planned_in_seconds() -> None:
-    """On 4,096 devices; so many cells that unlikely ones are left out. Aim 5 s (docs/planning.md has the figure)."""
+    """On 4,096 devices. Aim 5 s (docs/planning.md has the figure)."""
     model = ModelConfig(
         family="qwen3_moe",
         vocab_size=151936,
@@ -270,7 +273,6 @@ def test_a_thousand_billion_parameters_of_experts_are_planned_in_seconds() -> No
     found = search(model, cluster("h100", 4096), world_size=4096, seq=4096, global_batch=4096, top=1, losers=False)
     assert time.process_time() - before < 20
     assert found.best is not None
-    assert found.narrowed
     assert found.considered > 1_000_000
 
 

@@ -1,8 +1,9 @@
 """Lower bounds on time and memory, for many plans at once, so that most need not be looked at.
 
 Sound for `plait.planner.cost.predict` and `plait.planner.memory.memory`: no plan takes less than its bound (a test
-holds them together). Three levels, each closer and dearer: a cell's from FLOPs; a cell's from its operators at the
-device's best rate and its messages; a form's from what the time model says of the cell's layers, through the pipeline.
+holds them together). Each level is closer and dearer: a cell's from FLOPs; that of cells alike and a cell's from
+operators at the device's best rate and messages (`plait.planner.cell_bounds`); and here a form's from what the time
+model says of the cell's layers, through the pipeline.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, final
@@ -17,54 +19,19 @@ from typing import Final, final
 import numpy as np
 
 from plait.core.plan import Plan
-from plait.models.config import flops_per_token
-from plait.planner import layers
-from plait.planner.kernels import Machine, seconds
-from plait.planner.leaves import Leaf, Leaves, State
-from plait.planner.ops import Message, Op, Slice
+from plait.planner.cell_bounds import CellBounds
+from plait.planner.leaves import Leaf, Leaves
+from plait.planner.ops import Slice
 from plait.planner.pace import launch_of
 from plait.planner.pipes import Floats, Pipe, Pipes
 from plait.planner.room import Peak, Room
-from plait.planner.space import (
-    MODES,
-    ZEROS,
-    Cell,
-    Form,
-    Request,
-    meshes,
-    pipeline_sizes,
-    pipelines,
-    plan_of,
-    stage_cuts,
-    zeros,
-)
-from plait.planner.stages import Spent, end_times, groups_of, layer_times, machine_of, slice_of
+from plait.planner.space import MODES, Cell, Form, Request, meshes, pipeline_sizes, pipelines, plan_of, stage_cuts
+from plait.planner.stages import Spent, end_times, layer_times, machine_of, slice_of
+from plait.planner.tails import ROUNDING, Tails
 from plait.planner.wires import Group, collective
 
-_ROUNDING: Final = 1.0 - 1e-9
-"""Sums in another order than the model's."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Sample:
-    """One sample in all layers and both ends, at the best rates."""
-
-    seconds: float
-    way: float
-    """Without weight gradients, which may wait."""
-    messages: tuple[tuple[Message, int, float], ...]
-    """Those that block, how often, and the seconds that may hide them."""
-    groups: Mapping[str, Group]
-
-
-@dataclass(frozen=True, kw_only=True)
-class _After:
-    """By number of pipeline ranks and ZeRO level: seconds of the communication of gradients and weights, and of the
-    update; bytes of a mean rank's state. Infinite where a level makes no sense."""
-
-    sent: Floats
-    updates: Floats
-    state: Floats
+_WHOLE: Final = 6
+"""Layers that are recomputed one by one in a bound; more are taken as if they could be cut."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,6 +45,22 @@ class _Table:
     updates: Floats
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Timed:
+    """Seconds at least of a cell's forms."""
+
+    bounds: Floats
+    """[pipes, modes, zeros]; infinite where there is no such form."""
+    plain: Floats
+    """Of the microbatches alone [pipes, modes]."""
+    ranks: Floats
+    """Of each pipeline rank for a microbatch [ranks, modes]."""
+    tails: Floats
+    """Of what follows the microbatches [pipes, modes, zeros]."""
+    each: Floats
+    """Of a layer of each kind, the embedding and the head, for a microbatch [kinds + 2, modes]."""
+
+
 @final
 class Bounds:
     """The bounds of one request."""
@@ -85,86 +68,23 @@ class Bounds:
     def __init__(self, request: Request) -> None:
         self.request = request
         model = request.model
-        self._precision = str(request.base()["precision"])
         self._machine = machine_of(request.topology)
-        self._layers = [(model.moe_of(layer) is not None, model.window_of(layer)) for layer in range(model.num_layers)]
-        self._kinds = list(dict.fromkeys(self._layers))
-        self._numbers = [self._kinds.index(kind) for kind in self._layers]
-        self._state = State(request)
-        self._flops = flops_per_token(model, request.seq)
-        self._best = _best_rate(self._machine, self._precision)
+        kinds = [(model.moe_of(layer) is not None, model.window_of(layer)) for layer in range(model.num_layers)]
+        self._kinds = list(dict.fromkeys(kinds))
+        self._numbers = [self._kinds.index(kind) for kind in kinds]
         self._host = self._constant("microbatch_host")
-        self._slowing = min(1.0, self._constant("contention"))
-        self._afters: dict[tuple[int, int], _After] = {}
-        self._thirds = np.array([zero == 3 for zero in ZEROS])
-        # What a second of compute hides of communication, beside what hidden communication costs.
-        usable = [min(1.0, self._constant("prefetch_share" if one else "hidden_share")) for one in self._thirds]
-        self._hidden = np.array(usable) * (1.0 - self._slowing)
         self._modes = list(MODES) if request.fix.get("recompute") is None else [str(request.fix["recompute"])]
-        self._ones: dict[Cell, _Sample] = {}
         self._pipes: Pipes | None = None
         self._sizes = pipeline_sizes(request)
-
-    def roughly(self, cell: Cell) -> float:
-        """Seconds of every plan of ``cell``, at least: FLOPs at the best rate, of a step and of one microbatch."""
-        request = self.request
-        tokens = request.global_batch * request.seq / request.world_size
-        # Forward and input gradients are two thirds of a product's FLOPs, and more of attention's.
-        way = cell.micro * request.seq / (cell.tp * cell.cp) * 2 / 3
-        step = tokens * self._flops / self._best + self._host * self._passes(cell)
-        return max(step, way * self._flops / self._best) * _ROUNDING
-
-    def closely(self, cell: Cell, *, whole: bool) -> float:
-        """The same from operators and messages: those of one sample a microbatch, which are fewer a sample.
-
-        ``whole``: with what crosses cp; without, cells of all cp and contexts share the operators of cp=1.
-        """
-        one = dataclasses.replace(cell, micro=1) if whole else dataclasses.replace(cell, micro=1, cp=1, context="ring")
-        if one not in self._ones:
-            self._ones[one] = self._one_sample(one)
-        sample = self._ones[one]
-        times = cell.micro * one.cp / cell.cp
-        sent = 0.0
-        for message, count, hiding in sample.messages:
-            took = collective(self._machine, message.op, message.size * times, sample.groups[message.axis])
-            sent += count * max(0.0, took - hiding * times)
-        # A mean rank's work; or the way of one microbatch through all stages and back.
-        work = self._passes(cell) * (sample.seconds * times + sent + self._host)
-        least = max(work, sample.way * times + sent)
-        if whole:
-            least += self._least_tail(cell, work)
-        return least * _ROUNDING
-
-    def _passes(self, cell: Cell) -> float:
-        """Microbatches that a mean rank takes through all layers in a step, at least."""
-        return self.request.global_batch * cell.tp * cell.cp / (self.request.world_size * cell.micro)
-
-    def _one_sample(self, one: Cell) -> _Sample:
-        cut, practice = self.slice(one), self.request.practice
-        parts = [(layers.layer(cut, *kind), self._numbers.count(number)) for number, kind in enumerate(self._kinds)]
-        parts += [(layers.embedding(cut), 1), (layers.head(cut), 1)]
-        shown = {axis for axis, hides in (("tp", practice.overlap_tp), ("ep", practice.overlap_ep)) if not hides}
-        way = weight = 0.0
-        messages: list[tuple[Message, int, float]] = []
-        for work, times in parts:
-            weight += times * sum(self._least(op) for op in work.weight.ops)
-            for phase in (work.forward, work.backward):
-                way += times * sum(self._least(op) for op in phase.ops)
-                core = sum(seconds(self._machine, op) for op in phase.ops if op.part == "core")
-                for message in phase.messages:
-                    if message.axis in shown or message.axis == "cp":
-                        messages.append((message, times, core if message.op == "ring" else 0.0))
-        return _Sample(seconds=way + weight, way=way, messages=tuple(messages), groups=groups_of(cut))
-
-    def _least(self, op: Op) -> float:
-        """Seconds that an operator takes at least for each sample."""
-        machine = self._machine
-        if op.kind == "memory":
-            return op.bytes / machine.bandwidth
-        if op.kind.startswith("attention") and not machine.measured.attention:
-            return seconds(machine, op) - machine.gap * op.kernels
-        rate = self._best if machine.measured.gemm or not machine.gpu else machine.rate(op.precision)
-        return op.flops / rate
+        self.tails = Tails(request, self._machine, self._constant)
+        self.cells = CellBounds(
+            request,
+            self._machine,
+            self.tails,
+            kinds=Counter(kinds),
+            slices=self.slice,
+            constant=self._constant,
+        )
 
     def lay(self, typical: Cell) -> int:
         """Fix the pipelines; stages that are cut anew are cut by the costs of ``typical``, a promising cell."""
@@ -187,57 +107,60 @@ class Bounds:
             self._split = np.array([pipe.split for pipe in found])
         return len(found)
 
-    def leaves(self, cell: Cell, *, all_of_them: bool = False) -> Leaves:
-        """The forms of ``cell`` that may fit, or all."""
+    def leaves(self, cell: Cell, *, limit: float = math.inf, all_of_them: bool = False) -> Leaves | None:
+        """The forms of ``cell`` that may fit, or all; None where none of them takes less than ``limit`` seconds."""
         pipes = self._pipes
         assert pipes is not None, "lay() comes first"
         dps = dict(meshes(self.request, cell.tp, cell.cp))
         table = self._by_size(cell, dps)
         counts, hop = table.counts[self._of_pipe], table.hops[self._of_pipe]
         if np.isinf(counts).all():
-            none = np.full((1, 1, 1), np.inf)
-            return Leaves(cell, pipes, dps, self._modes, bounds=none, relieved=none[:, 0], ranks=none, tails=none)
+            return None
+        modes = self._modes
+        # What recomputes takes no less than what does not: where that is too slow, nothing else is looked at.
+        first = self._seconds(cell, modes[:1], counts, hop, table)
+        if not (first.bounds.min(axis=(1, 2)) <= limit).any():
+            return None
         peak = self._room.peak(cell, self._plan(cell), counts, table.sent)
         fits = (peak.values <= self.request.memory) & (counts < np.inf)[:, None, None]
         if all_of_them:
             fits[:] = (peak.values < np.inf) & (counts < np.inf)[:, None, None]
-        may = len(self._modes) > 1 and bool((peak.least <= self.request.memory).any())
-        if not may and not fits.any():
-            nothing = np.full(fits.shape, np.inf)
-            return Leaves(
-                cell, pipes, dps, self._modes, bounds=nothing, relieved=nothing[:, 0], ranks=nothing, tails=nothing
-            )
-        phases = [np.array(one).T for one in zip(*(self._phases(cell, mode) for mode in self._modes), strict=True)]
-        with np.errstate(invalid="ignore"):
-            host = np.array([self._launched(cell, mode) for mode in self._modes]).T
-            spans, ranks = pipes.seconds(counts, phases, hop, host, self._constant("pace_join"))
-            busiest = np.maximum.reduceat(ranks, pipes.starts, axis=0)
-            # Under a rank that computes longer more is hidden, but no more than it is longer by.
-            tails = self._tails(table, counts, spans / counts[:, None])
-            plain = spans + (counts * self._host)[:, None]
-            bounds = np.where(fits, plain[:, :, None] * _ROUNDING + tails, np.inf)
-            relieved = np.full(fits[:, 0].shape, np.inf)
-            if may:
-                relieved = self._relieved(peak, counts, plain[:, 0], ranks[:, 0], busiest[:, 0], phases) + tails[:, 0]
-        return Leaves(cell, pipes, dps, self._modes, bounds=bounds, relieved=relieved, ranks=ranks, tails=tails)
+        may = len(modes) > 1 and bool((peak.least <= self.request.memory).any())
+        kept = fits.any(axis=1) | ((peak.least <= self.request.memory) & (len(modes) > 1))
+        if not (kept & (first.bounds[:, 0] <= limit)).any():
+            return None
+        timed = first if len(modes) == 1 else self._seconds(cell, modes, counts, hop, table)
+        relieved = np.full(fits[:, 0].shape, np.inf)
+        if may:
+            with np.errstate(invalid="ignore"):
+                relieved = self._relieved(peak, counts, timed) + timed.tails[:, 0]
+        bounds = np.where(fits, timed.bounds, np.inf)
+        return Leaves(cell, pipes, dps, modes, bounds=bounds, relieved=relieved, ranks=timed.ranks, tails=timed.tails)
 
-    def _relieved(
-        self, peak: Peak, counts: Floats, plain: Floats, ranks: Floats, busiest: Floats, phases: Sequence[Floats]
-    ) -> Floats:
+    def _seconds(self, cell: Cell, modes: Sequence[str], counts: Floats, hop: Floats, table: _Table) -> _Timed:
+        """Of every form of ``cell``, at least."""
+        pipes = self._pipes
+        assert pipes is not None, "lay() comes first"
+        phases = [np.array(one).T for one in zip(*(self._phases(cell, mode) for mode in modes), strict=True)]
+        host = np.array([self._launched(cell, mode) for mode in modes]).T
+        with np.errstate(invalid="ignore"):
+            spans, ranks = pipes.seconds(counts, phases, hop, host, self._constant("pace_join"))
+            # Under a rank that computes longer more is hidden, but no more than it is longer by.
+            sent, updates = table.sent[self._of_pipe], table.updates[self._of_pipe]
+            tails = self.tails.seconds(sent, updates, counts, spans / counts[:, None])
+            plain = spans + (counts * self._host)[:, None]
+            bounds = np.nan_to_num(plain[:, :, None] * ROUNDING + tails, nan=np.inf)
+        return _Timed(bounds=bounds, plain=plain, ranks=ranks, tails=tails, each=sum(phases[1:], phases[0]))
+
+    def _relieved(self, peak: Peak, counts: Floats, timed: _Timed) -> Floats:
         """Seconds at least once enough layers are recomputed [pipes, zeros]; infinite where all are too few."""
         rows, kinds = peak.rows, len(self._kinds)
-        spent = (phases[0] + phases[1] + phases[2])[:kinds]
-        saved = peak.saved
-        # Of the ways to save a byte, the cheapest: seconds a microbatch.
-        rates = [
-            (spent[kind, mode] - spent[kind, 0]) / saved[kind, mode]
-            for kind in range(kinds)
-            for mode in range(1, len(self._modes))
-            if saved[kind, mode] > 0
-        ]
-        rate = max(0.0, min(rates, default=math.inf))
-        over = np.maximum(peak.over, 0.0)
-        extra = np.where(over > 0, over / np.maximum(rows.most, 1e-9)[:, None] * rate, 0.0)
+        spent, saved = timed.each[:kinds], peak.saved
+        plain, ranks = timed.plain[:, 0], timed.ranks[:, 0]
+        assert self._pipes is not None, "lay() comes first"
+        busiest = np.maximum.reduceat(ranks, self._pipes.starts)
+        over = np.maximum(peak.over, 0.0) / np.maximum(rows.most, 1e-9)[:, None]
+        extra = least_to_save(over, saved[:kinds, 1:], spent[:, 1:] - spent[:, :1])
         most = np.full((len(counts), over.shape[1]), -np.inf)
         most[rows.pipe[rows.starts]] = np.maximum.reduceat(ranks[rows.rank][:, None] + extra, rows.starts, axis=0)
         # A rank waits for the others' forwards and backwards, together half of a pipeline's fill and more. A split
@@ -246,7 +169,7 @@ class Bounds:
         idle = np.where(self._split, 0.0, 0.5 * np.maximum(0.0, fill))
         later = counts[:, None] * (np.maximum(most, busiest[:, None]) + self._host) + idle[:, None]
         fit = (peak.least <= self.request.memory) & (counts < np.inf)[:, None]
-        return np.where(fit, np.maximum(plain[:, None], later) * _ROUNDING, np.inf)
+        return np.where(fit, np.maximum(plain[:, None], later) * ROUNDING, np.inf)
 
     def _by_size(self, cell: Cell, dps: Mapping[int, int]) -> _Table:
         """What a cell's number of pipeline ranks decides; infinite counts where there can be none."""
@@ -262,23 +185,8 @@ class Bounds:
             counts[place] = request.global_batch // (cell.micro * dp)
             if pp > 1:
                 hops[place] = collective(self._machine, "p2p", size, Group(size=pp, stride=dp * cell.cp * cell.tp))
-        after = self._after(cell)
+        after = self.tails.of(cell)
         return _Table(counts=counts, hops=hops, sent=after.sent, updates=after.updates)
-
-    def _tails(self, table: _Table, counts: Floats, busiest: Floats) -> Floats:
-        """Seconds that gradients, weights and the optimizer of a rank add, at least [pipes, modes, zeros].
-
-        A mean rank's: no more than the slowest one's. Communication that compute hides still slows it; what is longer
-        than the work it may hide under is not hidden.
-        """
-        sent, update = table.sent[self._of_pipe][:, None], table.updates[self._of_pipe][:, None]
-        hidden = self._hidden * busiest[:, :, None]
-        times = np.where(self._thirds, counts[:, None], 1.0)[:, None]
-        return np.asarray((times * np.maximum(sent * self._slowing, sent - hidden) + update) * _ROUNDING)
-
-    def state_of(self, cell: Cell, pp: int, dp: int, zero: int) -> float:
-        """Bytes of state of a mean rank."""
-        return self._state.bytes(cell, pp, dp, zero)
 
     def peak(self, leaf: Leaf) -> float:
         """Bytes that the leaf's form fills on its fullest rank, at least."""
@@ -292,57 +200,7 @@ class Bounds:
         """Seconds at least of the leaf when ranks recompute for so many seconds a microbatch."""
         times = self.request.global_batch // (leaf.cell.micro * leaf.dp)
         busiest = max(leaf.ranks[rank] + max(0.0, more) for rank, more in extra.items())
-        return max(leaf.bound, float(times * (busiest + self._host) * _ROUNDING) + leaf.tail)
-
-    def _least_tail(self, cell: Cell, work: float) -> float:
-        """The least of any size and ZeRO level whose state fits; ``work``: seconds that a mean rank computes, at least.
-
-        Under a rank that computes longer more is hidden, but no more than it is longer by.
-        """
-        request, after = self.request, self._after(cell)
-        counts = request.global_batch * cell.tp * cell.cp * np.array(self._sizes) / (request.world_size * cell.micro)
-        times = np.where(self._thirds, counts[:, None], 1.0)
-        shown = after.sent - self._hidden * (work / counts)[:, None]
-        tails = times * np.maximum(after.sent * self._slowing, shown) + after.updates
-        fits = (after.state <= request.memory) & (counts == np.floor(counts))[:, None]
-        return float(np.where(fits, tails, np.inf).min())
-
-    def _after(self, cell: Cell) -> _After:
-        """By number of pipeline ranks and ZeRO level; the same for all cells that cut parameters alike."""
-        experts, world = cell.ep * cell.etp, self.request.world_size
-        if (cell.tp, experts) not in self._afters:
-            sent, updates, state = np.full((3, len(self._sizes), len(ZEROS)), np.inf)
-            alone = dataclasses.replace(cell, cp=1, context="ring")
-            for place, pp in enumerate(self._sizes):
-                dp = world // (cell.tp * pp)
-                if world % (cell.tp * pp) or dp * cell.tp % experts:
-                    continue
-                for zero in zeros(self.request.fix, dp):
-                    sent[place, zero], updates[place, zero] = self._updates(alone, pp, dp, zero)
-                    state[place, zero] = self._state.bytes(alone, pp, dp, zero)
-            self._afters[cell.tp, experts] = _After(sent=sent, updates=updates, state=state)
-        return self._afters[cell.tp, experts]
-
-    def _updates(self, cell: Cell, pp: int, dp: int, zero: int) -> tuple[float, float]:
-        """Seconds of a mean rank: communication of gradients and weights, once each, and the optimizer."""
-        machine, state, experts = self._machine, self._state, cell.ep * cell.etp
-        data, copies = dp * cell.cp, dp * cell.cp * cell.tp // experts
-        update = sent = 0.0
-        for count, sharing, stride in (
-            (state.dense / cell.tp, data, cell.tp),
-            (state.experts / experts, copies, experts),
-        ):
-            each, group = count / pp, Group(size=sharing, stride=stride)
-            update += each / (sharing if zero else 1) * (2 * state.optimizer + state.grad + state.wire)
-            if not each or self.request.fix.get("zero_group") is not None:
-                continue
-            if zero == 0:
-                sent += collective(machine, "all_reduce", state.grad * each, group)
-                continue
-            sent += collective(machine, "reduce_scatter", state.grad * each, group)
-            # Gathered once a step; at ZeRO 3 for every forward and every backward.
-            sent += (2 if zero == 3 else 1) * collective(machine, "all_gather", state.wire * each, group)
-        return sent, update * self._constant("optimizer_passes") / machine.optimizer_bandwidth
+        return max(leaf.bound, float(times * (busiest + self._host) * ROUNDING) + leaf.tail)
 
     def _constant(self, name: str) -> float:
         return self._machine.table.of(name, self._machine.family)
@@ -357,7 +215,7 @@ class Bounds:
         """Seconds of the host for one microbatch: each kind of layer, the embedding, the head."""
         practice = self.request.practice
         launch = 0.0 if practice.graph else launch_of(self._machine, practice)
-        shown = 0.0 if practice.graph else 1.0
+        shown = 1.0 if launch else 0.0
         return [sum(phase.launches * launch + phase.waits * shown for phase in one) for one in self._spent(cell, mode)]
 
     def _phases(self, cell: Cell, mode: str) -> tuple[list[float], list[float], list[float]]:
@@ -370,7 +228,9 @@ class Bounds:
         cut = self.slice(cell)
         known = mode if mode in MODES else "none"  # ranges of layers: no less than that
         parts = [layer_times(self._machine, cut, *kind, known) for kind in self._kinds]
-        parts += [end_times(self._machine, cut, last) for last in (False, True)]
+        # The ends know nothing of experts and contexts: cells share them.
+        ends = self.slice(dataclasses.replace(cell, ep=1, etp=cell.tp, context="ring"))
+        parts += [end_times(self._machine, ends, last) for last in (False, True)]
         return parts
 
     def slice(self, cell: Cell) -> Slice:
@@ -384,14 +244,24 @@ class Bounds:
         return plan_of(self.request, cell, form)
 
 
-def _best_rate(machine: Machine, precision: str) -> float:
-    """FLOP/s that no product or attention on the device exceeds."""
-    device, points = machine.topology.device, machine.measured
-    rates = [machine.peak(precision), machine.peak("bf16")]
-    if precision == "fp8":
-        rates += [peak for name, peak in device.peaks.items() if name in ("fp8", "fp4")]
-    rates += [2.0 * point.batch * point.m * point.n * point.k / point.seconds for point in points.gemm]
-    for one in points.attention:
-        flops = 2.0 * one.batch * one.heads * one.seq * one.seq * one.head_dim
-        rates += [flops / one.forward, flops * 5 / 2 / one.backward]
-    return max(rates)
+def least_to_save(over: Floats, saved: Floats, spent: Floats) -> Floats:
+    """Seconds of the cheapest layers to recompute that save ``over`` bytes, at least; 0 where there is nothing to save.
+
+    ``saved`` bytes and ``spent`` seconds of a layer: [kinds, modes]. Each mode at its best: the most that any kind
+    saves, for the least that any takes. Layers are whole: a few of the mode that saves most are tried one by one.
+    """
+    most, least = saved.max(axis=0), np.maximum(spent, 0.0).min(axis=0)
+    useful = [(float(size), float(cost)) for size, cost in zip(most, least, strict=True) if size > 0]
+    if not useful:
+        return np.where(over > 0, np.inf, 0.0)
+    rate = min(cost / size for size, cost in useful)
+    big, dear = max(useful)
+    found = np.maximum(over * rate, _WHOLE * dear)  # with so many layers of the mode that saves most, or more
+    for count in range(_WHOLE):
+        left = np.maximum(over - count * big, 0.0)
+        rest = np.full(over.shape, np.inf)
+        for size, cost in useful:
+            if size < big:
+                rest = np.minimum(rest, np.ceil(left / size * ROUNDING) * cost)
+        found = np.minimum(found, np.where(left > 0, rest, 0.0) + count * dear)
+    return np.where(over > 0, found, 0.0)

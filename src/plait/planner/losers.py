@@ -72,7 +72,7 @@ class Losers:
                     yield from self._loser(f"{axis}={value}", [own], wanted)
 
     def _promise(self, cell: Cell) -> float:
-        return self._bounds.closely(cell, whole=False)
+        return self._bounds.cells.closely(cell)
 
     def _values(self) -> dict[str, list[Any]]:
         """What the forms of the best plan's cell may be."""
@@ -89,8 +89,10 @@ class Losers:
         for cell in likely:
             # Where memory allows no form of a cell, one of them still says by how much.
             leaves = self._bounds.leaves(cell)
-            if not any(leaves.has(place, wanted) for place in range(len(leaves))):
+            if leaves is None or not any(leaves.has(place, wanted) for place in range(len(leaves))):
                 leaves = self._bounds.leaves(cell, all_of_them=True)
+            if leaves is None:
+                continue
             places = (place for place in range(len(leaves)) if leaves.has(place, wanted))
             for place in itertools.islice(places, _FORMS):
                 leaf = leaves.leaf(place)

@@ -20,6 +20,7 @@ from plait.core.plan import Plan
 from plait.core.topology import Topology
 from plait.models.config import ModelConfig
 from plait.planner.bounds import Bounds
+from plait.planner.cells import cells, grouped, plan_count
 from plait.planner.cost import predict
 from plait.planner.given import require_possible
 from plait.planner.job import PLAIT, Practice
@@ -27,20 +28,7 @@ from plait.planner.leaves import Leaf, Leaves
 from plait.planner.losers import Losers, order
 from plait.planner.memory import Ranks, memory
 from plait.planner.prediction import Prediction
-from plait.planner.space import (
-    Cell,
-    Form,
-    Request,
-    cells,
-    legal,
-    likely,
-    meshes,
-    pipelines,
-    plan_count,
-    plan_of,
-    require_some,
-    zeros,
-)
+from plait.planner.space import Cell, Form, Request, legal, meshes, pipelines, plan_of, require_some, zeros
 from plait.planner.stage_cut import recompute_to_fit
 from plait.planner.why import Candidate, Loser, nearest_words
 
@@ -62,8 +50,6 @@ class Search:
     """Legal combinations."""
     predicted: int
     """Of them, those that were predicted; bounds excluded the others."""
-    narrowed: bool = False
-    """Whether there were so many that unlikely ones were left out by rule (`plait.planner.space.likely`)."""
 
     @property
     def best(self) -> Candidate | None:
@@ -103,9 +89,6 @@ def search(
     require_possible(request)
     run = Run(request, top=top)
     run.finish()
-    if run.narrowed and not run.ranked:
-        run = Run(request, top=top, everything=True)
-        run.finish()
     near = None if run.ranked else tightest(request)
     require_some(request, bool(run.ranked) or near is not None)
     return Search(
@@ -116,7 +99,6 @@ def search(
         advice=() if near is None else tuple(nearest_words(request, near, tightest)),
         considered=run.considered,
         predicted=run.predicted,
-        narrowed=run.narrowed,
     )
 
 
@@ -131,7 +113,7 @@ def tightest(request: Request) -> Candidate | None:
             if dp * cell.cp * cell.tp % (cell.ep * cell.etp):
                 continue  # the experts do not fold out of a stage's ranks
             for zero in zeros(small.fix, dp * cell.cp)[-1:]:
-                found.append((bounds.state_of(cell, pp, dp, zero), len(found), cell, pp, dp, zero))
+                found.append((bounds.tails.state_of(cell, pp, dp, zero), len(found), cell, pp, dp, zero))
     best: Candidate | None = None
     for _, _, cell, pp, dp, zero in sorted(found)[:_TIGHTEST]:
         for schedule, virtual in pipelines(small.fix, pp, small.shape.num_layers)[:1]:
@@ -147,11 +129,10 @@ def tightest(request: Request) -> Candidate | None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Close:
-    """A cell whose close bound has been taken."""
+class _Alike:
+    """Cells that share a bound, which has been taken."""
 
-    cell: Cell
-    whole: bool
+    cells: tuple[Cell, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,14 +143,14 @@ class _Next:
     place: int
 
 
-_Node = Cell | _Close | _Next | Leaf
+_Node = tuple[Cell, ...] | _Alike | Cell | _Next | Leaf
 
 
 @final
 class Run:
     """One search as it goes on."""
 
-    def __init__(self, request: Request, *, top: int, everything: bool = False) -> None:
+    def __init__(self, request: Request, *, top: int) -> None:
         self.request = request
         self.ranked: list[Candidate] = []
         self.predicted = 0
@@ -179,14 +160,13 @@ class Run:
         found = list(cells(request))
         self.considered = plan_count(request, found)
         require_some(request, self.considered > 0)
-        every, found = len(found), found if everything else likely(request, found)
-        self.narrowed = len(found) < every
         self._count = itertools.count()
         self._cells = found
         self._heap: list[tuple[float, int, _Node]] = []
-        for cell in found:
-            self._push(self._bounds.roughly(cell), cell)
-        require_some(request, self._bounds.lay(min(found, key=self._bounds.roughly)) > 0)
+        typical = min(found, key=self._bounds.cells.roughly)
+        require_some(request, self._bounds.lay(typical) > 0)
+        for group in grouped(found):
+            self._push(self._bounds.cells.roughly(group[0]), group)
 
     @property
     def limit(self) -> float:
@@ -197,14 +177,16 @@ class Run:
         """Until nothing that is left can be among the best."""
         while self._heap and self._heap[0][0] <= self.limit:
             _, _, node = heapq.heappop(self._heap)
-            if isinstance(node, Cell):
-                self._push(self._bounds.closely(node, whole=False), _Close(cell=node, whole=False))
-            elif isinstance(node, _Close) and not node.whole:
-                self._push(self._bounds.closely(node.cell, whole=True), _Close(cell=node.cell, whole=True))
-            elif isinstance(node, _Close):
-                leaves = self._bounds.leaves(node.cell)
-                self._probe(leaves)
-                self._next(leaves, 0)
+            if isinstance(node, tuple):
+                self._push(self._bounds.cells.alike(node[0]), _Alike(cells=node))
+            elif isinstance(node, _Alike):
+                for cell in node.cells:
+                    self._push(self._bounds.cells.closely(cell), cell)
+            elif isinstance(node, Cell):
+                leaves = self._bounds.leaves(node, limit=self.limit)
+                if leaves is not None:
+                    self._probe(leaves)
+                    self._next(leaves, 0)
             elif isinstance(node, _Next):
                 self._next(node.leaves, node.place + 1)
                 self._try(node.leaves.leaf(node.place))

@@ -7,14 +7,11 @@ and ``auto`` starts from the named ones.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, get_type_hints
 
-from plait.core import fitting
 from plait.core.errors import ConfigError, PlanError
 from plait.core.facts import Facts, ModelShape
 from plait.core.fields import nearest_names, typed
@@ -34,10 +31,6 @@ LARGEST: Final = 1 << 32
 LARGEST_BATCH: Final = 1 << 20
 """Devices, tokens a sample, and samples of a request: what is beyond are typing errors, whose steps take hours to go
 through."""
-WIDE: Final = 16384
-"""Cells up to which all are looked at."""
-_ROW_RULES: Final = (fitting.rows, fitting.batch)
-_DEPTH_RULES: Final = (fitting.depth, fitting.stages)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,94 +147,22 @@ def plan_of(request: Request, cell: Cell, form: Form) -> Plan:
     return Plan(**{**request.base(), **keys})
 
 
-def cells(request: Request) -> Iterator[Cell]:
-    """Every cell that some legal plan has."""
-    fix, shape, world = request.fix, request.shape, request.world_size
-    rules = [rule for rule in RULES if rule not in SIZE_RULES and rule.test not in (*_ROW_RULES, *_DEPTH_RULES)]
-    experts = shape.num_experts > 0
-    for tp in _values(fix, "tp", divisors(world)):
-        for cp in _values(fix, "cp", divisors(world // tp) if world % tp == 0 else []):
-            if world % (tp * cp) or cp > request.seq:
-                continue
-            dps = [dp for _, dp in meshes(request, tp, cp)]
-            if not dps:
-                continue
-            contexts = _values(fix, "context", list(fitting.CONTEXTS) if cp > 1 else ["ring"])
-            eps = _values(fix, "ep", divisors(shape.num_experts) if experts else [1])
-            for context in contexts:
-                for ep in eps:
-                    for etp in _expert_tps(request, tp, cp, ep, experts):
-                        keys = {**request.base(), "tp": tp, "cp": cp, "context": context, "ep": ep, "expert_tp": etp}
-                        # The smallest pipeline has the most ranks a stage: experts fold out of it if out of any.
-                        plan = Plan(**{**keys, "pp": 1, "dp": None, "micro": 1, "virtual": 1, "schedule": "1f1b"})
-                        if any(rule.test(request.facts(_mild(plan))) for rule in rules):
-                            continue
-                        yield from _rows(request, tp, cp, context, ep, etp, dps)
-
-
-def likely(request: Request, among: Sequence[Cell]) -> list[Cell]:
-    """Of more than `WIDE` cells, those that are worth their time: a rule of thumb, not a bound. All where none is left.
-
-    Sequence parallelism wherever there is tp; tp x cp up to the fastest domain for every 4,096 tokens of a sample; no
-    more tokens on a rank than a sample has. What ``fix`` gives stays.
-    """
-    if len(among) <= WIDE:
-        return list(among)
-    fix, most = request.fix, request.topology.tiers[0].size * -(-request.seq // 4096)
-    found = [
-        cell
-        for cell in among
-        if (cell.sp or cell.tp == 1 or "sequence_parallel" in fix)
-        and (cell.tp * cell.cp <= most or "tp" in fix or "cp" in fix)
-        and (cell.micro <= cell.cp * cell.tp or "micro" in fix)
-    ]
-    return found or list(among)
-
-
-def _mild(plan: Plan) -> Plan:
-    """``plan`` with what other levels decide at values that break no rule."""
-    return dataclasses.replace(plan, live=None, zero_group=None, node=None, gather="use", compress="none", zero=0)
-
-
-def _expert_tps(request: Request, tp: int, cp: int, ep: int, experts: bool) -> list[int]:
-    ranks = request.world_size
-    usual = tp if ep == 1 else 1
-    if not experts:
-        return [tp] if ep == 1 else []
-    width = request.shape.expert_ffn
-    # Whole experts on a rank, or each on all of tp.
-    found = _values(request.fix, "expert_tp", sorted({usual, 1, tp}))
-    return [etp for etp in found if ranks % (ep * etp) == 0 and width % etp == 0]
-
-
-def _rows(request: Request, tp: int, cp: int, context: str, ep: int, etp: int, dps: list[int]) -> Iterator[Cell]:
-    fix, batch = request.fix, request.global_batch
-    micros = sorted({micro for dp in dps for micro in divisors(batch // dp)})
-    given = fix.get("sequence_parallel")
-    sps = ([True, False] if given is None else [bool(given)]) if tp > 1 else [False]
-    for micro in _values(fix, "micro", micros):
-        for sp in sps:
-            plan = Plan(tp=tp, cp=cp, micro=micro, sequence_parallel=sp if tp > 1 else None, ep=ep, expert_tp=etp)
-            if fitting.rows(request.facts(plan)) is None:
-                yield Cell(tp=tp, sp=sp, cp=cp, context=context, ep=ep, etp=etp, micro=micro)
-
-
 def meshes(request: Request, tp: int, cp: int) -> list[tuple[int, int]]:
     """(pp, dp) beside ``tp`` and ``cp``: all ranks used, some batch possible, a layer a stage."""
     rest = request.world_size // (tp * cp)
     found = []
-    for pp in _values(request.fix, "pp", divisors(rest)):
+    for pp in values(request.fix, "pp", divisors(rest)):
         if rest % pp or pp > request.shape.num_layers:
             continue
         dp = rest // pp
-        if request.global_batch % dp == 0 and dp in _values(request.fix, "dp", [dp]):
+        if request.global_batch % dp == 0 and dp in values(request.fix, "dp", [dp]):
             found.append((pp, dp))
     return found
 
 
 def pipeline_sizes(request: Request) -> list[int]:
     """Every pp that some tp and cp leave room for."""
-    return [pp for pp in _values(request.fix, "pp", divisors(request.world_size)) if pp <= request.shape.num_layers]
+    return [pp for pp in values(request.fix, "pp", divisors(request.world_size)) if pp <= request.shape.num_layers]
 
 
 def stage_cuts(
@@ -268,30 +189,14 @@ def stage_cuts(
     return cuts
 
 
-def plan_count(request: Request, among: Sequence[Cell]) -> int:
-    """Forms of cells, stage cuts and layer-wise recomputation not counted."""
-    modes = len(_values(request.fix, "recompute", list(MODES)))
-    pipes = {pp: len(pipelines(request.fix, pp, request.shape.num_layers)) for pp in pipeline_sizes(request)}
-    known: dict[tuple[int, int], list[tuple[int, int]]] = {}
-    alike = Counter((cell.tp, cell.cp, cell.micro, cell.ep * cell.etp) for cell in among)
-    found = 0
-    for (tp, cp, micro, folded), count in alike.items():
-        if (tp, cp) not in known:
-            known[tp, cp] = meshes(request, tp, cp)
-        for pp, dp in known[tp, cp]:
-            if request.global_batch % (micro * dp) == 0 and dp * cp * tp % folded == 0:
-                found += count * pipes[pp] * modes * len(zeros(request.fix, dp * cp))
-    return found
-
-
 def zeros(fix: Mapping[str, object], data_ranks: int) -> list[int]:
     """ZeRO levels that make a difference: one data rank has nobody to share with."""
-    return _values(fix, "zero", list(ZEROS) if data_ranks > 1 else [0])
+    return values(fix, "zero", list(ZEROS) if data_ranks > 1 else [0])
 
 
 def pipelines(fix: Mapping[str, object], pp: int, layers: int) -> list[tuple[str, int]]:
     """(schedule, virtual stages a rank) for ``pp`` ranks. Without a pipeline all schedules are the same."""
-    named = _values(fix, "schedule", list(SCHEDULES) if pp > 1 else ["1f1b"])
+    named = values(fix, "schedule", list(SCHEDULES) if pp > 1 else ["1f1b"])
     found = []
     for schedule in named:
         if schedule in ("zb-v", "dualpipe-v"):
@@ -302,7 +207,7 @@ def pipelines(fix: Mapping[str, object], pp: int, layers: int) -> list[tuple[str
             ]
         else:
             virtuals = [1] if schedule in SCHEDULES else [1, 2]
-        found += [(schedule, v) for v in _values(fix, "virtual", virtuals) if v in virtuals and v * pp <= layers]
+        found += [(schedule, v) for v in values(fix, "virtual", virtuals) if v in virtuals and v * pp <= layers]
     return found
 
 
@@ -328,5 +233,6 @@ def _hint(request: Request) -> str:
     return f"into tp (of {shape.num_heads} heads) x pp (up to {shape.num_layers} layers) x dp (of the batch)"
 
 
-def _values(fix: Mapping[str, object], name: str, values: list[Any]) -> list[Any]:
-    return [fix[name]] if fix.get(name) is not None else values
+def values(fix: Mapping[str, object], name: str, free: list[Any]) -> list[Any]:
+    """The given value of a key, or those that it may have."""
+    return [fix[name]] if fix.get(name) is not None else free

@@ -45,10 +45,10 @@ def recompute_to_fit(
         if not hopes(extra):
             return None
     chosen = [choices[rank] for rank in range(plan.pp)]
-    for _ in range(_REPAIRS):
+    for repair in range(_REPAIRS):
         text = _ranges(_modes(held, chosen))
         mixed = dataclasses.replace(plan, recompute=text)
-        if text in MODES or not worth(mixed):
+        if text in MODES or (repair == 0 and not worth(mixed)):
             return None
         memory = Ranks(request.job(mixed))
         # A rank whose layers were left alone has been seen to fit.
