@@ -3,34 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol, final
+from typing import final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from plait.comm.group import Book, Counts, Group, Pending, Reduction
+from plait.comm.sends import Sends, Work
 from plait.core.errors import RankError
 
 
-class _Work(Protocol):
-    def wait(self) -> object: ...
-
-    def is_completed(self) -> bool: ...
-
-
-def _waiter(works: Sequence[_Work | None], result: Tensor, book: Book, what: str) -> Callable[[], Tensor]:
+def _waiter(works: Sequence[Work | None], result: Tensor, book: Book, what: str) -> Callable[[], Tensor]:
     def finish() -> Tensor:
         try:
             for work in works:
                 if work is not None:
                     work.wait()
         except RuntimeError as error:
-            waited = f"rank {book.rank} waited for {book.doing or what} ({what}) in vain"
-            raise RankError(f"{waited}, time-out {book.timeout:g} s: {error}") from error
+            raise _in_vain(book, what, error) from error
         return result
 
     return finish
+
+
+def _in_vain(book: Book, what: str, error: RuntimeError) -> RankError:
+    waited = f"rank {book.rank} waited for {book.doing or what} ({what}) in vain"
+    return RankError(f"{waited}, time-out {book.timeout:g} s: {error}")
 
 
 @final
@@ -48,7 +47,7 @@ class TorchGroup(Group):
     def device(self) -> torch.device:
         return self._device
 
-    def _done(self, work: _Work | None, sent: Tensor, result: Tensor, what: str) -> Callable[[], Tensor]:
+    def _done(self, work: Work | None, sent: Tensor, result: Tensor, what: str) -> Callable[[], Tensor]:
         finish = _waiter([work], result, self.book, f"{what} over {self.axis} with ranks {list(self.ranks)}")
         # What is sent lives until the wait: a backend sees to that itself, but the fake one of dry runs does not.
         return lambda: (finish(), sent)[0]
@@ -107,20 +106,21 @@ class TorchWire:
     send first would wait for each other for ever; this way each direction has a communicator and a stream of its own.
     """
 
-    def __init__(self, book: Book, up: dist.ProcessGroup | None, down: dist.ProcessGroup | None) -> None:
+    def __init__(
+        self, book: Book, device: torch.device, up: dist.ProcessGroup | None, down: dist.ProcessGroup | None
+    ) -> None:
         self._book = book
         self._up, self._down = up, down
-        self._sends: list[tuple[_Work, Tensor]] = []
+        # What has left may be freed: or a step would hold every microbatch's activations to its end.
+        self._sends = Sends(asked=device.type == "cuda")
 
     def send(self, x: Tensor, to: int) -> None:
         """Start to send ``x`` to rank ``to``; `flush` waits for it."""
-        # What has left may be freed: or a step would hold every microbatch's activations to its end.
-        self._sends = [(work, kept) for work, kept in self._sends if not work.is_completed()]
         flight = self._book.flight
         flight.done(flight.begin("send", flight.group("pp", (self._book.rank, to)), x.shape, to))
         work = dist.isend(x, to, group=self._up if to > self._book.rank else self._down)
         if work is not None:
-            self._sends.append((work, x))
+            self._sends.add(work, x)
 
     def recv(self, out: Tensor, source: int) -> Pending:
         """Start to receive into ``out`` from rank ``source``."""
@@ -132,9 +132,10 @@ class TorchWire:
 
     def flush(self) -> None:
         """Wait until every message has left."""
-        for work, x in self._sends:
-            _waiter([work], x, self._book, "messages to leave")()
-        self._sends.clear()
+        try:
+            self._sends.flush()
+        except RuntimeError as error:
+            raise _in_vain(self._book, "messages to leave", error) from error
 
 
 @final

@@ -162,9 +162,10 @@ class World:
     def _torch_wire(self) -> TorchWire:
         """Messages through torch.distributed; on GPUs connected to the neighbours on the pipeline's ring."""
         if self.mesh.pp == 1:
-            return TorchWire(self.book, None, None)
+            return TorchWire(self.book, self.device, None, None)
         patience = timedelta(seconds=self.book.timeout)
-        wire = TorchWire(self.book, dist.new_group(timeout=patience), dist.new_group(timeout=patience))
+        up, down = dist.new_group(timeout=patience), dist.new_group(timeout=patience)
+        wire = TorchWire(self.book, self.device, up, down)
         if self.device.type == "cuda":
             line = self.mesh.group(self.rank, ["pp"])
             here = line.index(self.rank)
