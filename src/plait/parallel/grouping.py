@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Protocol, TypeVar
 
 from plait.core.shard import Copies, Piece, ShardSpec
@@ -70,22 +70,32 @@ def bucket_groups(held: Sequence[One], bucket_bytes: int, *, by_place: bool = Fa
 
     ``by_place``: none has parameters of two layers, so that each layer can be gathered by itself.
     """
-    kinds: dict[tuple[object, ...], list[One]] = {}
-    for one in reversed(held):
+    rows = list(reversed(held))
+    kinds = []
+    for one in rows:
         partial = any(copies.partial and not is_data(copies.axis) for piece in one.pieces for copies in piece.copies)
         # Partial ones apart: their layout is then the same on all their holders, whatever is cut unevenly elsewhere.
         # A tied weight is the same on both its stages for the same reason.
         kind = (one.stage, one.tied, decays(one), partial, one.spec.expert, one.dtype)
-        kinds.setdefault((*kind, first_use(one) if by_place else 0), []).append(one)
-    groups: list[list[One]] = []
-    for members in kinds.values():
-        filled = bucket_bytes
-        for one in members:
-            size = 4 * math.prod(one.shape)
-            if filled + size > bucket_bytes:
+        kinds.append((*kind, first_use(one) if by_place else 0))
+    sizes = [4 * math.prod(one.shape) for one in rows]
+    return [[rows[index] for index in group] for group in pack(list(zip(kinds, sizes, strict=True)), bucket_bytes)]
+
+
+def pack(members: Sequence[tuple[Hashable, int]], most: int) -> list[list[int]]:
+    """Places of ``members``, (kind, bytes) each, that share a bucket: of one kind and ``most`` bytes, or one alone."""
+    kinds: dict[Hashable, list[int]] = {}
+    for index, (kind, _) in enumerate(members):
+        kinds.setdefault(kind, []).append(index)
+    groups: list[list[int]] = []
+    for places in kinds.values():
+        filled = most
+        for index in places:
+            size = members[index][1]
+            if filled + size > most:
                 groups.append([])
                 filled = 0
-            groups[-1].append(one)
+            groups[-1].append(index)
             filled += size
     return groups
 

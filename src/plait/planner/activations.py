@@ -11,6 +11,7 @@ bubble) keeps some until the weight gradient; and it works with more while it ru
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 from collections.abc import Sequence
@@ -29,14 +30,14 @@ _CHUNK: Final = 1 << 20
 """Logits that plait's loss takes to fp32 at a time (`plait.parallel.vocab`)."""
 
 
-def norm(model: ModelConfig, at: Local, practice: Practice, *, saved_input: bool = True) -> Step:
+def norm(model: ModelConfig, at: Local, practice: Practice, module: str) -> Step:
     """The norm before a branch: its input (the residual stream) and the scales; its result is kept by the branch."""
     statistics = WIDE * at.own if model.norm == "rmsnorm" else 2 * at.width * at.own
     # plait's backward works in fp32, beside what comes: the normalised rows, their gradient, both multiplied.
     work = (
         3.0 * WIDE * at.own * at.hidden + at.stream if is_plait(practice) and model.norm == "rmsnorm" else 2 * at.stream
     )
-    return Step(kind="norm", keeps=(at.stream if saved_input else 0.0) + statistics, backward=work)
+    return Step(kind="norm", keeps=at.stream + statistics, backward=work, modules=(module,))
 
 
 def dropout(model: ModelConfig, at: Local, practice: Practice) -> Step:
@@ -54,7 +55,8 @@ def layer_steps(
     """One layer's steps; ``mode``: its recomputation. The last of its steps stands for what recomputation makes."""
     moe = model.moe_of(layer)
     heads = latent(model, at, practice) if model.mla is not None else attention(model, at, practice, layer)
-    steps = [norm(model, at, practice), *heads, dropout(model, at, practice), norm(model, at, practice)]
+    first, second = (norm(model, at, practice, module) for module in ("norm1", "norm2"))
+    steps = [first, *heads, dropout(model, at, practice), second]
     if moe is None:
         steps += mlp(model, at, practice, at.ffn)
     else:
@@ -84,17 +86,7 @@ def recomputed(steps: Sequence[Step], at: Local, practice: Practice, mode: str) 
         return _every_second(steps, at)
     if mode == "full":
         # The input of the layer is what is kept; all else comes back at once, before the layer's backward.
-        again = sum(step.keeps for step in steps) - at.stream
-        carried = sum(step.carried for step in steps)
-        worst = _backward_peak(steps) - sum(step.keeps for step in steps)
-        whole = Step(
-            kind="residual",
-            keeps=at.stream + carried,
-            waits=sum(step.waits for step in steps),
-            forward=_forward_work(steps),
-            backward=again - carried + max(0.0, worst),
-        )
-        return (whole,)
+        return _again(steps, at)
     parts = practice.recompute_parts or ("core_attn",)
     kinds = {kind for part in parts for kind in _ACTIVATIONS.get(part, ())}
     kept = []
@@ -104,15 +96,34 @@ def recomputed(steps: Sequence[Step], at: Local, practice: Practice, mode: str) 
         if norms and index and steps[index - 1].kind == "norm":
             away = min(step.keeps, at.stream)
         kept.append(
-            Step(
-                kind=step.kind,
-                keeps=step.keeps - away,
-                waits=step.waits,
+            dataclasses.replace(
+                step,
+                keeps=step.keeps - away + (step.inputs if step.kind in kinds else 0.0),
                 forward=step.forward + away,
                 backward=step.backward + away,
+                carried=0.0,
             )
         )
     return tuple(kept)
+
+
+def _again(steps: Sequence[Step], at: Local) -> tuple[Step, ...]:
+    """The steps of a layer that is computed again as a whole: all that they kept comes back before their backward."""
+    left, found, forward = -at.stream, [], _forward_work(steps)
+    for index, step in enumerate(steps):
+        left += step.keeps - step.carried
+        found.append(
+            Step(
+                kind="residual",
+                keeps=step.carried + (0.0 if index else at.stream),
+                waits=step.waits,
+                forward=0.0 if index else forward,
+                backward=left + step.backward,
+                late=step.late,
+                modules=step.modules,
+            )
+        )
+    return tuple(found)
 
 
 def _every_second(steps: Sequence[Step], at: Local) -> tuple[Step, ...]:
@@ -123,7 +134,9 @@ def _every_second(steps: Sequence[Step], at: Local) -> tuple[Step, ...]:
     everything = sum(step.keeps for step in steps)
     kept = min(kept, everything)
     worst = max(0.0, _backward_peak(steps) - everything)
-    return (Step(kind="residual", keeps=kept, forward=_forward_work(steps), backward=everything - kept + worst),)
+    modules = tuple(module for step in reversed(steps) for module in step.modules)
+    forward = _forward_work(steps)
+    return (Step(kind="residual", keeps=kept, forward=forward, backward=everything - kept + worst, modules=modules),)
 
 
 def _forward_work(steps: Sequence[Step]) -> float:
@@ -145,7 +158,13 @@ def _backward_peak(steps: Sequence[Step]) -> float:
 def embedding_steps(model: ModelConfig, plan: Plan, practice: Practice, at: Local) -> tuple[Step, ...]:
     """Token (and position) embedding and its dropout."""
     ids = 8.0 * at.rows * (1 if at.tp == 1 else 2 / at.tp)
-    rows = Step(kind="embedding", keeps=ids, forward=2 * at.stream, backward=at.rows * at.hidden * (WIDE + at.width))
+    rows = Step(
+        kind="embedding",
+        keeps=ids,
+        forward=2 * at.stream,
+        backward=at.rows * at.hidden * (WIDE + at.width),
+        modules=("positions", "tokens"),
+    )
     return rows, dropout(model, at, practice)
 
 
@@ -178,10 +197,12 @@ def head_steps(model: ModelConfig, plan: Plan, practice: Practice, at: Local) ->
         waits=at.wide_stream + logits * e,
         forward=gathered,
         backward=gathered + at.wide_stream + temporary,
+        late=temporary,
+        modules=("head",),
     )
     whole = at.sp and habits_of(practice).gathered_inputs and not is_plait(practice)
     into = Step(kind="norm", keeps=at.wide_stream if whole else at.stream)
-    return norm(model, at, practice), into, head, loss
+    return norm(model, at, practice, "norm"), into, head, loss
 
 
 def total(steps: Sequence[Step]) -> float:

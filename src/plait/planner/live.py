@@ -60,6 +60,11 @@ class Live:
     """Whether backwards are split."""
 
     @cached_property
+    def most(self) -> int:
+        """Microbatches that its first stage holds at most."""
+        return max(moment.live[0] for moment in self.moments)
+
+    @cached_property
     def table(self) -> Table:
         """The moments as arrays."""
         kinds = list(dict.fromkeys(moment.kind for moment in self.moments))

@@ -19,9 +19,10 @@ from plait.parallel.layout import stage_bounds, stage_layers
 from plait.planner.job import Job
 from plait.planner.live import Live, filled, live_of
 from plait.planner.parameters import elements, parts_of, stage_parts, state_bytes
-from plait.planner.passing import Passing, optimizer_work, passing, reserve, standing
+from plait.planner.passing import NOTHING, ending, optimizer_work, passing, reserve, sharing_of, standing, sums
 from plait.planner.saved import cpu_of, local_of
 from plait.planner.stage_memory import StageMemory, same_layers, stage_memory
+from plait.planner.whole import Whole
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,8 +109,9 @@ class Ranks:
         self._parts = parts_of(model, plan)
         # Equal stages are the same in the middle: of their place in the model they know nothing.
         self._alike = same_layers(model) and ":" not in plan.recompute
+        self._sharing = sharing_of(job)
         self._stages: dict[tuple[int, int, int, int], StageMemory] = {}
-        self._comings: dict[tuple[tuple[str, int], ...], Passing] = {}
+        self._comings: dict[tuple[StageMemory, bool], _Coming] = {}
         self._states: dict[tuple[tuple[str, int], ...], _State] = {}
 
     def of(self, pp: int) -> RankMemory:
@@ -120,11 +122,26 @@ class Ranks:
         count = len(self._bounds)
         held = [stage_parts(job.model, *self._bounds[index], count, index) for index in live.stages]
         stages = [self._stage(index) for index in live.stages]
-        return _fullest(job, pp, live, stages, self._state(held), [self._coming(one) for one in held])
+        steady = job.microbatches > live.most
+        coming = [self._coming(one, stage, live, steady) for one, stage in zip(held, stages, strict=True)]
+        return _fullest(job, pp, live, stages, self._state(held), coming)
 
     def report(self) -> MemoryReport:
         """Every pipeline rank."""
         return MemoryReport(ranks=tuple(self.of(pp) for pp in range(self._job.plan.pp)))
+
+    def _coming(self, held: Mapping[str, int], stage: StageMemory, live: Live, steady: bool) -> _Coming:
+        if (stage, steady) not in self._comings:
+            job, both = self._job, self._job.model.tied and "embed" in held and "tail" in held
+            beside = ending(job, self._sharing, held, stage.units, both=both)
+            whole = passing(job, self._sharing, held, stage.units, both=both)
+            lone = job.microbatches * len(live.stages) == 1
+            self._comings[stage, steady] = _Coming(
+                work=_work(stage, whole, split=live.split, steady=steady, lone=lone),
+                last=0.0 if beside is None else stage.keeps + float((stage.curves.back + beside).max()),
+                kept=whole.kept,
+            )
+        return self._comings[stage, steady]
 
     def _stage(self, index: int) -> StageMemory:
         count = len(self._bounds)
@@ -138,12 +155,6 @@ class Ranks:
             job = self._job
             self._stages[key] = stage_memory(job.model, self._alone, job.practice, self._at, *key)
         return self._stages[key]
-
-    def _coming(self, held: Mapping[str, int]) -> Passing:
-        key = tuple(held.items())
-        if key not in self._comings:
-            self._comings[key] = passing(self._job, self._parts, held)
-        return self._comings[key]
 
     def _state(self, held: Sequence[Mapping[str, int]]) -> _State:
         job = self._job
@@ -160,13 +171,27 @@ class Ranks:
         if key not in self._states:
             every = elements(self._parts, both)
             weights, gradients, optimizer = state_bytes(job, every)
-            base = weights + gradients + optimizer + standing(job, self._parts, both)
+            kept, ending = sums(job, every)
+            base = weights + gradients + optimizer + kept + standing(job, self._parts, both)
             self._states[key] = _State(
                 own=(weights, gradients, optimizer),
                 base=base + 16.0 * job.microbatches * self._at.rows,
+                summing=base + ending,
                 finishing=base + optimizer_work(job, every),
             )
         return self._states[key]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Coming:
+    """What comes and goes in the actions of a stage."""
+
+    work: Mapping[str, float]
+    """By kind of action: the most that it holds over what was there before."""
+    last: float
+    """The most that the last backward has, with what lies beside the gradients."""
+    kept: float
+    """Whole weights that stay between actions."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,12 +202,14 @@ class _State:
     """Weights, gradients, optimizer state."""
     base: float
     """While microbatches run: with the framework's buffers and the batches."""
+    summing: float
+    """While the last gradients are summed."""
     finishing: float
     """While the optimizer runs."""
 
 
 def _fullest(
-    job: Job, pp: int, live: Live, stages: Sequence[StageMemory], state: _State, coming: Sequence[Passing]
+    job: Job, pp: int, live: Live, stages: Sequence[StageMemory], state: _State, coming: Sequence[_Coming]
 ) -> RankMemory:
     """The rank at its fullest moment; ``stages`` and ``coming`` are of ``live.stages``."""
     table = live.table
@@ -190,10 +217,8 @@ def _fullest(
     kept = table.live @ keeps
     if job.practice.offload:
         kept = np.where(table.backward, keeps[table.place], 0.0)  # the host has what the others keep
-    work = {
-        kind: np.array([_work(stage, one, kind, split=live.split) for stage, one in zip(stages, coming, strict=True)])
-        for kind in table.of
-    }
+    whole = sum(one.kept for one in coming)
+    work = {kind: np.array([one.work[kind] + whole - one.kept for one in coming]) for kind in table.of}
     held = kept + table.waiting @ waits
     at: dict[str, tuple[float, int]] = {}
     for kind, places in table.of.items():
@@ -205,6 +230,8 @@ def _fullest(
         (f"{words[kind]} of microbatch {live.moments[place].microbatch}", state.base + size)
         for kind, (size, place) in at.items()
     ]
+    if (summing := max(state.summing, *(state.base + one.last for one in coming))) > state.base:
+        rows.append(("gradient sums", summing))
     rows.append(("optimizer", state.finishing))
     fullest = live.moments[max(at.values(), key=lambda row: row[0])[1]]
     kinds: dict[str, float] = {}
@@ -235,12 +262,20 @@ def _fullest(
     )
 
 
-def _work(stage: StageMemory, coming: Passing, kind: str, *, split: bool) -> float:
-    """The most that an action holds over what was there before it. A split backward's gradients are made in W."""
-    if kind == "W":
-        return coming.gradients
-    if kind == "F":
-        return stage.forward + coming.weights
-    work = stage.split if split else stage.backward
-    gradients = 0.0 if split else coming.gradients
-    return work + max(coming.weights + gradients, 0.0 if split else coming.later - stage.gone)
+def _work(stage: StageMemory, coming: Whole, *, split: bool, steady: bool, lone: bool) -> Mapping[str, float]:
+    """The most that F, B and W hold over what was there before. A split backward's gradients are made in W.
+
+    ``steady``: forwards follow backwards, which leave what they reduced last; ``lone``: there is one backward.
+    """
+    if coming is NOTHING:
+        return {"F": stage.forward, "B": stage.split if split else stage.backward, "W": stage.late}
+    curves = stage.curves
+    back = curves.split if split else curves.back
+    most = float((back + coming.back).max())
+    if not lone:
+        most = max(most, float((back + coming.again).max()) - (0.0 if steady else stage.keeps))
+    return {
+        "F": max(float((curves.fore + coming.fore).max()), stage.keeps) + (coming.rest if steady else 0.0),
+        "B": max(most, 0.0),
+        "W": max(float((curves.late + coming.late).max()), 0.0),
+    }

@@ -2,87 +2,111 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from typing import Final
 
+import numpy as np
+
+from plait.core.compression import Compression
 from plait.planner.constants_memory import CONTEXT, RESERVED
 from plait.planner.habits import habits_of
 from plait.planner.job import Job
-from plait.planner.parameters import Part, job_widths
+from plait.planner.parameters import Part, parts_of
 from plait.planner.saved import is_plait
 from plait.planner.state import state_ranks
+from plait.planner.whole import Floats, Sharing, Unit, Whole, launched, whole
+
+_NO: Final = np.zeros(1)
+NOTHING: Final = Whole(fore=_NO, back=_NO, again=_NO, late=_NO, rest=0.0, kept=0.0)
+"""Below ZeRO 2 nothing comes and goes."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Passing:
-    """Bytes that come and go in the actions of a stage, ZeRO 2 and 3."""
-
-    weights: float = 0.0
-    """Whole weights where backward begins."""
-    gradients: float = 0.0
-    """Whole gradients there."""
-    later: float = 0.0
-    """Both, between two layers further on."""
-
-
-def passing(job: Job, parts: Mapping[str, Part], stage: Mapping[str, int]) -> Passing:
-    """What comes and goes in the actions of a stage that holds ``stage`` of ``parts``.
-
-    Of two neighbouring units (embedding, layers, last norm with head) one computes while the other comes or goes.
-    Where backward begins its last units are there, with the gradients of what lies behind.
-    """
-    plan = job.plan
+def passing(job: Job, sharing: Sharing, stage: Mapping[str, int], units: tuple[Unit, ...], *, both: bool) -> Whole:
+    """What comes and goes in the actions of a stage that holds ``stage`` of the model's parts, in ``units``; ``both``:
+    it has both ends of a tied embedding."""
+    plan, model = job.plan, job.model
     if plan.zero < 2:
-        return Passing()
-    shared = _shared(job)
-    every = [(parts[part], count) for part, count in stage.items() if part in parts]
-    all_weights = sum(_whole(job, part, shared) * count for part, count in every)
-    all_grads = sum(_grads(part, shared) * count for part, count in every)
-    units = _units(parts, stage)
-    weights = sum(_whole(job, unit, shared) for unit in units[-2:])
-    gradients = sum(_grads(unit, shared) for unit in units[-2:][_behind(stage) :])
+        return NOTHING
     if plan.zero == 2 and habits_of(job.practice).fsdp:
         # FSDP without resharding: half-precision weights and fp32 gradients of all layers, whole until the step ends.
-        return Passing(weights=all_weights, gradients=all_grads)
-    if plan.zero == 2:
-        return Passing(gradients=max(gradients, min(2 * plan.bucket_mb * 2**20, all_grads)))
-    layers = [parts[name] for name in ("dense", "moe") if name in parts and stage.get(name, 0) > 1]
-    later = max((2 * _whole(job, unit, shared) + _grads(unit, shared) for unit in layers), default=0.0)
-    if plan.gather == "step":
-        return Passing(weights=all_weights, gradients=gradients)
-    return Passing(weights=weights, gradients=gradients, later=later)
+        width = 4.0 if plan.precision == "fp32" else 2.0
+        rows = [(part, stage.get(name, 0)) for name, part in parts_of(model, plan).items()]
+        size = sum(
+            count * ((part.dense + part.router) * sharing.dense + part.expert * sharing.expert) for part, count in rows
+        )
+        weights, every = np.array([width * size]), np.array([(width + 4.0) * size])
+        return Whole(fore=weights, back=every, again=every, late=every, rest=0.0, kept=0.0)
+    cut = (plan.tp, plan.ep, plan.etp, plan.sp)
+    return whole(model, cut, units, sharing, both, model.tied and "tail" in stage)
 
 
-def _units(parts: Mapping[str, Part], stage: Mapping[str, int]) -> list[Part]:
-    """A stage's units in forward order; of layers that are alike no more than two."""
-    order = ("embed", "dense", "moe", "tail")
-    return [parts[name] for name in order if name in parts for _ in range(min(2, stage.get(name, 0)))]
+def ending(
+    job: Job, sharing: Sharing, stage: Mapping[str, int], units: tuple[Unit, ...], *, both: bool
+) -> Floats | None:
+    """What lies beside the gradients at each step of a stage's last backward; None: nothing (see `passing`)."""
+    plan = job.plan
+    if plan.zero >= 2 or sharing.split or not any(sharing.wire):
+        return None
+    cut = (plan.tp, plan.ep, plan.etp, plan.sp)
+    return launched(job.model, cut, units, sharing, both, job.model.tied and "tail" in stage)
 
 
-def _behind(stage: Mapping[str, int]) -> int:
-    """How many of the last two units have no gradient yet in the backward of a stage's last layer."""
-    return 0 if "tail" in stage else -1
+def sharing_of(job: Job) -> Sharing:
+    """How the data ranks of ``job`` share state."""
+    plan = job.plan
+    dense, expert = _shared(job)
+    return Sharing(
+        zero=plan.zero,
+        dense=dense,
+        expert=expert,
+        bucket=int(plan.bucket_mb * 2**20),
+        step=plan.gather == "step",
+        width=4.0 if plan.precision == "fp32" else 2.0,
+        wire=(_beside(job, expert=False), _beside(job, expert=True)),
+        light=plan.node is not None or plan.compress == "half",
+        split=plan.schedule.startswith("zb") or plan.schedule.endswith("-v"),
+        many=job.microbatches > 2,
+    )
 
 
-def _whole(job: Job, part: Part, shared: tuple[int, int, int]) -> float:
-    """Bytes of a unit's weights when they are whole."""
-    dense, expert, router = shared
-    width = 4.0 if job.plan.precision == "fp32" else 2.0
-    return width * (part.dense * dense + part.expert * expert) + 4.0 * part.router * router
+def _block(job: Job, *, expert: bool) -> int:
+    """Data ranks over which a bucket's gradients are summed at first."""
+    ranks = job.mesh.expert_sizes["edp"] if expert else job.mesh.dp * job.mesh.cp
+    return ranks if job.plan.zero == 0 or job.plan.zero_group is None else math.gcd(job.plan.zero_group, ranks)
 
 
-def _grads(part: Part, shared: tuple[int, int, int]) -> float:
-    """Bytes of a unit's gradients when they are whole."""
-    dense, expert, router = shared
-    return 4.0 * (part.dense * dense + part.expert * expert + (part.router - part.bias) * router)
+def _beside(job: Job, *, expert: bool) -> float:
+    """Bytes an element of a gradient that lie beside it while it is summed: what goes and what comes
+    (`plait.parallel.compress`, `plait.parallel.reducer`)."""
+    plan, ranks, scatter = job.plan, _block(job, expert=expert), job.plan.zero > 0
+    if ranks == 1:
+        return 0.0
+    kind = Compression.parse(plan.compress)
+    if plan.node is not None and scatter:
+        inner = math.gcd(plan.node, ranks)
+        return (4.0 if inner < ranks else 0.0) + 4.0 / inner
+    if kind.kind == "half":
+        return 4.0 + (0.0 if scatter else 4.0 / ranks)
+    return 8.0 * kind.share * (1 + ranks) if kind.kind == "topk" else 0.0
 
 
-def _shared(job: Job) -> tuple[int, int, int]:
-    """Whether dense tensors, experts and routers are shared by several ranks: 1 or 0."""
-    widths = job_widths(job)
-    alone = 4.0 if job.practice.grad_bytes is None else job.practice.grad_bytes
-    dense, expert, router = (int(width.gradients < alone) for width in widths)
-    return dense, expert, router
+def sums(job: Job, held: Part) -> tuple[float, float]:
+    """Bytes of a rank's parameters ``held`` that error feedback keeps throughout, and of what lies beside the
+    gradients when all of them are being summed at the step's end."""
+    kept, ending = 0.0, 0.0
+    for expert, size in ((False, held.dense + held.router - held.bias), (True, held.expert)):
+        if _block(job, expert=expert) > 1 and Compression.parse(job.plan.compress).kind in ("topk", "powersgd"):
+            kept += 4.0 * size
+        if job.plan.zero < 2:
+            ending += size * _beside(job, expert=expert)
+    return kept, ending
+
+
+def _shared(job: Job) -> tuple[bool, bool]:
+    """Whether dense tensors and experts are shared by several ranks."""
+    dense, expert = (state_ranks(job.plan, job.mesh, expert=expert) for expert in (False, True))
+    return dense > 1, expert > 1
 
 
 def standing(job: Job, parts: Mapping[str, Part], held: Mapping[str, int]) -> float:

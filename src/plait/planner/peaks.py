@@ -57,7 +57,7 @@ class Rows:
     work: Ints
     """Column of what the action works with."""
     units: Ints
-    """Parts whose weights come and go at ZeRO 3, and whose gradients do from ZeRO 2 on [rows, 4]."""
+    """Parts whose weights are whole at ZeRO 3, at least [rows, 2]."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -207,7 +207,7 @@ class Peaks:
             most = max(most, float(live) if sum(stages[stage][:n]) else 0.0)
         return [*kept.tolist(), *waiting.tolist(), most], [
             self._work(stages, moment, split=split),
-            *self._units(stages, moment, split=split),
+            *self._units(stages, moment),
         ]
 
     def _work(self, stages: list[list[float]], moment: Moment, *, split: bool) -> int:
@@ -221,20 +221,19 @@ class Peaks:
         along = (n + 1) * (2 * split + (stage == len(stages) - 1))
         return 2 + along + last
 
-    def _units(self, stages: list[list[float]], moment: Moment, *, split: bool) -> list[int]:
-        """Two parts whose weights are whole, and two whose gradients are (see `plait.planner.passing`)."""
+    def _units(self, stages: list[list[float]], moment: Moment) -> list[int]:
+        """Two parts whose weights are whole whichever of the moment's steps is the fullest (`plait.planner.whole`)."""
         n, model, stage = self._count, self._model, stages[moment.stage]
         experts = [model.moe_of(self._kinds.index(kind)) is not None for kind in range(n)]
-        parts = [0] * int(stage[n])
+        # Backward does not read the embedding; in both the head's and the last layer's that layer is whole.
+        backward = moment.kind == "B"
+        parts = [] if backward else [0] * int(stage[n])
         parts += [1] * min(2, int(sum(stage[kind] for kind in range(n) if not experts[kind])))
         parts += [2] * min(2, int(sum(stage[kind] for kind in range(n) if experts[kind])))
-        parts += [3] * int(stage[n + 1])
-        here = [NO_PART, NO_PART, *parts][-2:]
-        weights = [NO_PART, NO_PART] if moment.kind == "W" else here
-        gradients = here if stage[n + 1] else [NO_PART, here[-1]]
-        if moment.kind == "F" or (moment.kind == "B" and split):
-            gradients = [NO_PART, NO_PART]
-        return [*weights, *gradients]
+        parts += [] if backward else [3] * int(stage[n + 1])
+        if moment.kind == "W":
+            return [NO_PART, NO_PART]
+        return [NO_PART, *parts[-1:]] if backward and stage[n + 1] and parts else [NO_PART, NO_PART, *parts][-2:]
 
 
 def _looped(pipe: Pipe, microbatches: int, rank: int, mine: tuple[int, ...]) -> Live:

@@ -79,20 +79,15 @@ class Room:
         return Peak(rows=rows, values=values, least=least, over=keeps[:, :1] + lowest - limit, saved=one[:, :1] - one)
 
     def _held(self, cell: Cell, parts: Floats, rows: Rows, sent: Floats) -> Floats:
-        """State, and what comes and goes with ZeRO 2 and 3 [rows, zeros]; infinite where a level makes no sense."""
+        """State, and whole weights at ZeRO 3 [rows, zeros]; infinite where a level makes no sense."""
         width, unit, bias = self._widths(cell)
-        units = parts[rows.units]
-        whole = units[:, :2].sum(axis=1)
-        grads = units[:, 2:].sum(axis=1)
-        grads[:, 2] -= grads[:, 3]
+        whole = parts[rows.units].sum(axis=1)
         place = self._of_pipe[rows.pipe]
         elements = rows.held @ self._per_part(parts)
         state = np.einsum("rk,rzk->rz", elements[:, :3], width[place]) - elements[:, 3:] * bias[place]
         if self._plain:
             coming = np.einsum("rk,rzk->rz", whole[:, :3], unit[place] * self._wires)
-            coming *= np.array([zero == 3 for zero in ZEROS])
-            more = np.einsum("rk,rzk->rz", grads[:, :3], unit[place] * 4.0)
-            state += coming + more * np.array([zero >= 2 for zero in ZEROS])
+            state += coming * np.array([zero == 3 for zero in ZEROS])
         return np.where(np.isinf(sent[place]), np.inf, state)
 
     def _per_part(self, parts: Floats) -> Floats:

@@ -35,6 +35,12 @@ class Step:
     """Worked with in backward, while what it keeps is still there."""
     carried: float = 0.0
     """Left by recomputation: what is kept although the step is computed again."""
+    inputs: float = 0.0
+    """Kept where this step alone is computed again: inputs that it does not keep otherwise."""
+    late: float = 0.0
+    """Worked with by the weight gradient."""
+    modules: tuple[str, ...] = ()
+    """Those whose gradients come in its backward, in that order."""
 
 
 @dataclass(frozen=True, kw_only=True)

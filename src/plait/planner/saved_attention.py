@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 from plait.models.config import ModelConfig
 from plait.planner.job import Practice
 from plait.planner.saved import WIDE, Local, Step, is_plait, kept_input, product_work
+
+_QK_NORMS: Final = ("attn.k_norm", "attn.q_norm")
 
 
 def attention(model: ModelConfig, at: Local, practice: Practice, layer: int) -> list[Step]:
@@ -19,6 +23,8 @@ def attention(model: ModelConfig, at: Local, practice: Practice, layer: int) -> 
         waits=at.wide_stream + product,
         forward=fp8_qkv + gathered,
         backward=product + gathered + at.wide_stream + max(temp_qkv, fp8_qkv),
+        late=temp_qkv,
+        modules=("attn.qkv",),
     )
     core = _core(model, at, practice, layer)
     out = Step(
@@ -27,6 +33,8 @@ def attention(model: ModelConfig, at: Local, practice: Practice, layer: int) -> 
         waits=at.wide_stream + rows * at.query * e,
         forward=fp8_out + at.wide_stream,
         backward=rows * at.query * e + gathered + max(temp_out, fp8_out),
+        late=temp_out,
+        modules=("attn.out",),
     )
     return [joined, *core, out]
 
@@ -45,7 +53,7 @@ def _core(model: ModelConfig, at: Local, practice: Practice, layer: int) -> list
             keeps += q  # the output comes back in another layout
         keeps += per_head + _mask(model, at, layer)
         return [
-            Step(kind="attention", keeps=keeps),
+            Step(kind="attention", keeps=keeps, modules=_QK_NORMS),
             _across(at, lse, q, k, v),
         ]
     scores = at.samples * at.heads * at.seq * (at.seq * at.cp)
@@ -53,9 +61,9 @@ def _core(model: ModelConfig, at: Local, practice: Practice, layer: int) -> list
         # Softmax, its dropout's mask and result (Korthikanti et al. 2022, section 4.1: 5 a s^2 b).
         dropped = (1 + e) if model.dropout else 0.0
         core = Step(kind="attention core", keeps=scores * (e + dropped), forward=scores * e, backward=2 * scores * e)
-        return [Step(kind="attention", keeps=keeps), core]
+        return [Step(kind="attention", keeps=keeps, modules=_QK_NORMS), core]
     return [
-        Step(kind="attention", keeps=keeps + per_head),
+        Step(kind="attention", keeps=keeps + per_head, modules=_QK_NORMS),
         Step(kind="attention core", keeps=lse, backward=2 * q + k + v),
     ]
 
@@ -64,9 +72,14 @@ def _across(at: Local, lse: float, q: float, k: float, v: float) -> Step:
     """plait's attention core. Context parallel: sums in fp32, keys and values of others on their way, and gradients."""
     wide = WIDE / at.width
     forward, backward = 0.0, 2 * q + 2 * (k + v)
-    if at.context in ("ring", "gather"):
-        passing = (2 if at.context == "ring" else at.cp) * (k + v)
+    if at.context == "ring":
+        passing = 2 * (k + v)
         forward, backward = q * wide + passing, q * wide + q + passing * (1 + wide)
+    elif at.context == "gather":
+        # As they come, and in the order of the sample; their gradients so, in the order of ranks, joined, and summed.
+        every = at.cp * (k + v)
+        forward = q * (1 + wide) + k + v + 2 * every
+        backward = q * (1 + wide) + 2 * every + (3 * every + 2 * (k + v)) * wide
     elif at.context == "ulysses":
         forward = q + k + v
     return Step(kind="attention core", keeps=lse, forward=forward, backward=backward)
@@ -93,23 +106,39 @@ def latent(model: ModelConfig, at: Local, practice: Practice) -> list[Step]:
     temporary = ranks * at.heads * max(mla.qk_dim, mla.nope_dim + mla.v_dim) * e if e < WIDE and plait else 0.0
     waits = at.wide_stream + value + q + up + rows * ranks * e
     parts = [
-        Step(kind="attention", keeps=at.stream, backward=at.wide_stream + own * (ranks + mla.rope_dim) * e),
-        Step(kind="mla up", keeps=down, waits=waits, forward=q + up, backward=q + up + temporary),
+        Step(
+            kind="attention",
+            keeps=at.stream,
+            backward=at.wide_stream + own * (ranks + mla.rope_dim) * e,
+            modules=("attn.q_a", "attn.q", "attn.kv_a"),
+        ),
+        Step(
+            kind="mla up",
+            keeps=down,
+            waits=waits,
+            forward=q + up,
+            backward=q + up + temporary,
+            late=temporary,
+            modules=("attn.q_b", "attn.q_a_norm", "attn.kv_b", "attn.kv_a_norm"),
+        ),
     ]
     if not plait:
         kept = 2 * q + value  # q, k and v by themselves
         parts += [Step(kind="mla up", keeps=kept)]
         parts += [Step(kind="attention core", keeps=WIDE * rows * at.heads, backward=2 * q + 2 * value)]
-        return [*parts, Step(kind="attention", keeps=value, backward=value)]
-    lse, scores = WIDE * rows * at.heads, float(at.samples * at.heads * at.seq * at.seq * WIDE)
-    if at.cpu and mla.qk_dim != mla.v_dim and at.context == "none":
+        return [*parts, Step(kind="attention", keeps=value, backward=value, modules=("attn.out",))]
+    lse = WIDE * rows * at.heads
+    if at.cpu and mla.qk_dim != mla.v_dim and at.context in ("none", "ulysses"):
         # torch's kernels on a CPU want one width: what runs is the plain softmax, in fp32.
-        wide = rows * at.heads * (2 * mla.qk_dim + mla.v_dim) * WIDE
-        parts += [Step(kind="attention core", keeps=wide + scores, forward=scores, backward=2 * scores)]
+        scores = float(WIDE * at.rows * at.heads * at.seq * (at.cp if at.context == "ulysses" else 1))
+        keys = rows * at.heads * 2 * mla.qk_dim * WIDE
+        wide = keys + rows * at.heads * mla.v_dim * WIDE
+        work = 2 * scores + keys
+        parts += [Step(kind="attention core", keeps=wide + scores, forward=scores, backward=work, inputs=2 * q + up)]
     else:
         # The whole up projection stays behind v; the output is copied out of the heads' layout.
         parts += [
             Step(kind="attention", keeps=2 * q + up),
             _across(at, lse + value, q, q, value),
         ]
-    return [*parts, Step(kind="attention", keeps=value, backward=value + at.wide_stream)]
+    return [*parts, Step(kind="attention", keeps=value, backward=value + at.wide_stream, modules=("attn.out",))]

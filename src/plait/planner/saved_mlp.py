@@ -17,6 +17,7 @@ def mlp(model: ModelConfig, at: Local, practice: Practice, ffn: int, kind: str =
     fp8_down, temp_down = product_work(at, ffn, at.hidden, plain=plait)
     gathered = at.wide_stream if at.sp else 0.0
     fp8_back = 9 * up / e if at.fp8 and plait else 0.0
+    module = "mlp" if kind == "mlp" else f"mlp.{kind}"
     # The shared expert reads what the router reads: kept once.
     first = Step(
         kind=kind,
@@ -24,6 +25,8 @@ def mlp(model: ModelConfig, at: Local, practice: Practice, ffn: int, kind: str =
         waits=at.wide_stream + up,
         forward=fp8_up + gathered,
         backward=up + gathered + max(at.wide_stream + temp_up, fp8_back),
+        late=temp_up,
+        modules=(f"{module}.gate_up", f"{module}.up"),
     )
     eager = not plait and habits_of(practice).eager
     kept = up + (inner if eager and model.gated else 0.0)
@@ -35,6 +38,8 @@ def mlp(model: ModelConfig, at: Local, practice: Practice, ffn: int, kind: str =
         waits=at.wide_stream + inner,
         forward=fp8_down + at.wide_stream,
         backward=inner + gathered + max(temp_down, fp8_down),
+        late=temp_down,
+        modules=(f"{module}.down",),
     )
     return [first, act, second]
 
@@ -56,9 +61,13 @@ def experts(model: ModelConfig, at: Local, practice: Practice, moe: MoEConfig) -
     if not plait:
         # Logits and probabilities in fp32, the permutation as int32 maps (Transformer Engine's fused permute).
         scores, choice, routing = 2 * WIDE * rows * moe.num_experts, WIDE * rows * moe.top_k, 8.0 * sent
-    router = Step(kind="router", keeps=at.stream + scores + choice, backward=rows * at.hidden * (WIDE + e))
-    if moe.aux_loss or moe.z_loss:
-        router = Step(kind="router", keeps=router.keeps + WIDE * rows * moe.num_experts, backward=router.backward)
+    losses = WIDE * rows * moe.num_experts if moe.aux_loss or moe.z_loss else 0.0
+    router = Step(
+        kind="router",
+        keeps=at.stream + scores + choice + losses,
+        backward=rows * at.hidden * (WIDE + e),
+        modules=("mlp.router",),
+    )
     wide = rows * at.hidden * WIDE
     go = Step(kind="dispatch", keeps=routing, carried=routing, forward=sent_bytes, backward=sent_bytes + wide)
     if not plait:
@@ -68,9 +77,22 @@ def experts(model: ModelConfig, at: Local, practice: Practice, moe: MoEConfig) -
             router,
             Step(kind="dispatch", keeps=routing, forward=moved, backward=moved),
             *shared,
-            Step(kind="experts", keeps=computed_bytes, waits=computed_bytes + 2 * inner, backward=2 * computed_bytes),
+            Step(
+                kind="experts",
+                keeps=computed_bytes,
+                waits=computed_bytes + 2 * inner,
+                backward=2 * computed_bytes,
+                modules=("mlp.experts.gate_up",),
+            ),
             Step(kind="moe act", keeps=2 * inner, backward=3 * inner),
-            Step(kind="experts", keeps=inner, waits=computed_bytes + inner, forward=computed_bytes, backward=inner),
+            Step(
+                kind="experts",
+                keeps=inner,
+                waits=computed_bytes + inner,
+                forward=computed_bytes,
+                backward=inner,
+                modules=("mlp.experts.down",),
+            ),
             Step(kind="dispatch", forward=moved, backward=moved),
         ]
     slots = max(1, moe.num_experts // at.ep)
@@ -85,6 +107,7 @@ def experts(model: ModelConfig, at: Local, practice: Practice, moe: MoEConfig) -
         waits=2 * computed_bytes + 3 * inner,
         forward=2 * computed_bytes + 2 * sent_bytes if apart else computed_bytes,
         backward=max(product, back),
+        modules=("mlp.experts.down", "mlp.experts.gate_up"),
     )
     weighing = Step(
         kind="dispatch",

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from types import MappingProxyType
 
+import numpy as np
+
 from plait.core.plan import Plan
 from plait.models.config import ModelConfig
 from plait.planner.activations import embedding_steps, head_steps, layer_steps
@@ -15,9 +17,22 @@ from plait.planner.habits import habits_of
 from plait.planner.job import Practice
 from plait.planner.recomputing import modes_of
 from plait.planner.saved import Local, Step, is_plait
+from plait.planner.whole import Floats, Unit
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Curves:
+    """Bytes over what was there before, at each step of a stage's actions; backward's steps from the last on."""
+
+    fore: Floats
+    back: Floats
+    split: Floats
+    """Of a B that is split."""
+    late: Floats
+    """Of W, over what waits."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
 class StageMemory:
     """Bytes of one microbatch in one virtual stage."""
 
@@ -33,11 +48,13 @@ class StageMemory:
     """The same of a B that is split."""
     kinds: Mapping[str, float]
     """``keeps`` by kind."""
-    gone: float
-    """What its backward has let go when it comes to the layer before the last."""
+    late: float
+    """The most in W, over what waits for it."""
     turns: float
     """What the steps of its largest layer work with, one after the other: memory that is taken and given back."""
     logits: float
+    curves: Curves
+    units: tuple[Unit, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,10 +65,20 @@ class Run:
     count: int
     keeps: float
     waits: float
-    inner: float
-    """The most in the backward of one of them, over what it keeps."""
-    split: float
+    backs: tuple[float, ...]
+    """In the backward of one of them, over what it keeps, step by step."""
+    splits: tuple[float, ...]
     """The same of a split backward, in which what waits for the weight gradient stays."""
+
+    @property
+    def inner(self) -> float:
+        """The most in a backward."""
+        return max(self.backs)
+
+    @property
+    def split(self) -> float:
+        """The most in a split one."""
+        return max(self.splits)
 
 
 @lru_cache(maxsize=8192)
@@ -60,17 +87,18 @@ def stage_memory(
 ) -> StageMemory:
     """Of stage ``index`` of ``count``, which has layers ``first..stop``."""
     last, plait = index == count - 1, is_plait(practice)
-    runs = [
-        run_of(layer_steps(model, plan, practice, at, layer, mode), n, at)
-        for layer, mode, n in _alike(model, plan, first, stop)
-    ]
+    alike = _alike(model, plan, first, stop)
+    runs = [run_of(layer_steps(model, plan, practice, at, layer, mode), n, at) for layer, mode, n in alike]
+    parts = ["dense" if model.moe_of(layer) is None else "moe" for layer, _, _ in alike]
     if last and practice.mtp_layers:
         # Layers that predict further tokens, each with a projection of two streams to one and a head of its own.
         joined = Step(kind="norm", keeps=3 * at.stream)
         further = (joined, *layer_steps(model, plan, practice, at, model.num_layers - 1, "none"))
         runs.append(run_of((*further, *head_steps(model, plan, practice, at)), practice.mtp_layers, at))
+        parts.append("dense" if model.moe_of(model.num_layers - 1) is None else "moe")
     if index == 0:
         runs.insert(0, run_of(embedding_steps(model, plan, practice, at), 1, at))
+        parts.insert(0, "embed")
     head = _head(model, plan, practice, at) if last else None
     extra = _tables(model, at) if plait and stop > first else 0.0
     kinds: dict[str, float] = {}
@@ -83,26 +111,30 @@ def stage_memory(
     if not last and keeps_output(practice):
         kinds["residual"] = kinds.get("residual", 0.0) + at.stream
     everything = [*runs, *([head] if head is not None else [])]
+    parts += ["tail"] * last
+    curves = Curves(
+        fore=_forward(everything, extra, at, last=last),
+        back=_backward(everything, at, last=last, split=False),
+        split=_backward(everything, at, last=last, split=True),
+        late=_late(everything),
+    )
     keeps = sum(kinds.values())
-    logits = kinds.get("logits", 0.0)
-    backward = max(_backward(everything, keeps, at, last=last, split=False), 0.0)
-    split = max(_backward(everything, keeps, at, last=last, split=True), 0.0)
     return StageMemory(
         keeps=keeps,
         waits=sum(run.waits * run.count for run in everything),
-        forward=max(_forward(everything, extra, at, last=last), keeps),
-        backward=backward,
-        split=split,
+        forward=max(float(curves.fore.max()), keeps),
+        backward=max(float(curves.back.max()), 0.0),
+        split=max(float(curves.split.max()), 0.0),
+        late=max(float(curves.late.max()), 0.0),
         kinds=MappingProxyType(kinds),
-        gone=_gone(everything, last=last),
         turns=max((sum(map(_turn, run.steps)) for run in runs), default=0.0),
-        logits=logits,
+        logits=kinds.get("logits", 0.0),
+        curves=curves,
+        units=tuple(
+            Unit(part=part, steps=tuple(step.modules for step in run.steps), count=run.count)
+            for part, run in zip(parts, everything, strict=True)
+        ),
     )
-
-
-def _gone(runs: list[Run], *, last: bool) -> float:
-    """What the head, if it is here, and the last layer keep."""
-    return sum(run.keeps for run in (runs[-2:] if last else runs[-1:]))
 
 
 def _turn(step: Step) -> float:
@@ -166,46 +198,54 @@ def _first_of(model: ModelConfig, experts: bool, window: int | None) -> int:
 @lru_cache(maxsize=8192)
 def run_of(steps: tuple[Step, ...], count: int, at: Local) -> Run:
     keeps = sum(step.keeps for step in steps)
-    left, waiting, most, split = keeps, 0.0, 0.0, 0.0
+    gone, waiting, backs, splits = 0.0, 0.0, [], []
     for step in reversed(steps):
-        most = max(most, left + step.backward)
-        split = max(split, left + waiting + step.backward)
-        left -= step.keeps
+        backs.append(step.backward - gone)
+        splits.append(step.backward - gone + waiting)
+        gone += step.keeps
         waiting += step.waits
-    return Run(steps=steps, count=count, keeps=keeps, waits=waiting, inner=most - keeps, split=split - keeps)
+    return Run(steps=steps, count=count, keeps=keeps, waits=waiting, backs=tuple(backs), splits=tuple(splits))
 
 
 def _head(model: ModelConfig, plan: Plan, practice: Practice, at: Local) -> Run:
     return run_of(head_steps(model, plan, practice, at), 1, at)
 
 
-def _forward(runs: list[Run], extra: float, at: Local, *, last: bool) -> float:
-    """The most in a forward: what has been kept so far, and what the step under way works with."""
-    kept, most = extra, 0.0
+def _forward(runs: list[Run], extra: float, at: Local, *, last: bool) -> Floats:
+    """In a forward: what has been kept so far, and what the step under way works with."""
+    kept, found = extra, []
     for run in runs:
-        before = kept + run.keeps * (run.count - 1)
-        for step in run.steps:
-            before += step.keeps
-            most = max(most, before + step.forward + (0.0 if step.kind == "logits" else at.stream))
+        own = np.cumsum([step.keeps for step in run.steps])
+        work = np.array([step.forward + (0.0 if step.kind == "logits" else at.stream) for step in run.steps])
+        found.append((kept + run.keeps * np.arange(run.count)[:, None] + own + work).ravel())
         kept += run.keeps * run.count
+    curve = np.concatenate(found)
     # The stage's result, beside what made it.
-    return max(most, kept + (0.0 if last else 2 * at.stream))
+    curve[-1] = max(curve[-1], kept + (0.0 if last else 2 * at.stream))
+    return curve
 
 
-def _backward(runs: list[Run], keeps: float, at: Local, *, last: bool, split: bool) -> float:
-    """The most in a backward, over ``keeps``: the gradient of the residual stream, and a step's own work.
-
-    Layers are gone through from the last on; a run is fullest at its last layer, or, where more waits for the weight
-    gradient than is let go, at its first.
-    """
-    change, most = 0.0, 0.0
+def _backward(runs: list[Run], at: Local, *, last: bool, split: bool) -> Floats:
+    """In a backward, from the last layer on: the gradient of the residual stream, and a step's own work."""
+    change, found = 0.0, []
     for place, run in enumerate(reversed(runs)):
         head = last and place == 0
         stream = 0.0 if head else at.stream
         if last and not head and run.steps[0].kind == "residual":
             stream += at.stream  # a block that is computed again makes its result again as well
-        inner = (run.split if split else run.inner) + stream
         step = (run.waits if split else 0.0) - run.keeps
-        most = max(most, change + inner, change + step * (run.count - 1) + inner)
+        inner = np.array(run.splits if split else run.backs) + stream
+        found.append((change + step * np.arange(run.count)[:, None] + inner).ravel())
         change += step * run.count
-    return max(most, 0.0)
+    return np.concatenate(found)
+
+
+def _late(runs: list[Run]) -> Floats:
+    """In W: each step's operands go when its product is made."""
+    gone, found = 0.0, []
+    for run in reversed(runs):
+        steps = run.steps[::-1]
+        own = np.array([step.late for step in steps]) - np.cumsum([0.0, *(step.waits for step in steps[:-1])])
+        found.append((own - gone - run.waits * np.arange(run.count)[:, None]).ravel())
+        gone += run.waits * run.count
+    return np.concatenate(found)
