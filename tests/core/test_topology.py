@@ -10,7 +10,17 @@ from hypothesis import strategies as st
 
 from plait.core.cluster_file import MEMORY, OPERATIONS, PRECISIONS, RATE, SPEED, TIME, dump, load, number, parse
 from plait.core.errors import ConfigError
-from plait.core.topology import AttentionPoint, CommPoint, Device, GemmPoint, Measured, Share, Tier, Topology
+from plait.core.topology import (
+    AttentionPoint,
+    CommPoint,
+    Device,
+    GemmPoint,
+    Measured,
+    MeetingPoint,
+    Share,
+    Tier,
+    Topology,
+)
 
 TEXT = """
 name = "two nodes"
@@ -213,6 +223,10 @@ _MEASURED = st.builds(
     optimizer_bandwidth=st.none() | _SPEEDS,
     launch=st.none() | _SECONDS,
     waiting=st.none() | st.floats(0, 1),
+    crowding=st.none() | st.floats(0, 100),
+    meetings=_tuples(st.builds(MeetingPoint, ranks=_COUNTS, apart=_SECONDS, seconds=_SECONDS)),
+    busy=st.none() | st.floats(0, 1),
+    spread=st.none() | st.floats(0, 100),
     links=st.sampled_from(((), ((0.0, 1e9), (2e9, 0.0)))),
 )
 _TIERS = st.tuples(st.integers(1, 64), st.integers(2, 64), _SPEEDS, _SECONDS).map(

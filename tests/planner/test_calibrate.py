@@ -7,8 +7,12 @@ from dataclasses import replace
 import pytest
 
 from plait.core.errors import ConfigError
+from plait.core.plan import Plan
 from plait.core.topology import AttentionPoint, CommPoint, Device, GemmPoint, Measured, Tier, Topology
-from plait.planner.calibrate import best, fit_tier, joined, known_device, peaks
+from plait.models.config import PRESETS
+from plait.planner.calibrate import best, fit_tier, in_steps, joined, known_device, peaks
+from plait.planner.job import Job
+from plait.planner.stages import machine_of, slice_of, stages_of
 
 
 def _message(size: float, op: str = "p2p", ranks: int = 2) -> CommPoint:
@@ -49,7 +53,7 @@ def _measured(seconds: float, rate: float) -> Measured:
 
 def test_the_best_of_passes() -> None:
     found = best([_measured(2.0, 1e9), replace(_measured(3.0, 2e9), launch=1.0)])
-    assert found == replace(_measured(2.0, 2e9), launch=1.0)
+    assert found == replace(_measured(2.0, 2e9), launch=1.0, spread=0.5), "the slower pass took half as long again"
     assert best([Measured(), Measured()]) == Measured()
 
 
@@ -92,3 +96,46 @@ def test_shares_of_a_host_brought_together() -> None:
     assert four.measured.waiting == 0.2
     assert four.device.memory == 4e9
     assert found.with_devices(1).measured.gemm[0].seconds == 1.0
+    assert four.measured.busy is None
+
+
+def test_a_host_is_as_busy_as_it_was_at_worst() -> None:
+    parts = [_part(n, replace(_measured(1.0, 1e9), busy=busy)) for n, busy in ((1, 0.02), (2, 0.4), (4, None))]
+    found = joined(parts, cores=2)
+    assert [found.with_devices(n).measured.busy for n in (1, 2, 4)] == [0.4, 0.4, 0.4]
+
+
+def _job(found: Topology, ranks: int, tp: int, micro: int) -> Job:
+    plan = Plan(dp=1, tp=tp, micro=micro)
+    return Job(model=PRESETS["tiny"], plan=plan, topology=found.with_devices(ranks), seq=64, global_batch=4)
+
+
+def _seconds(job: Job, crowding: float, lost: float) -> float:
+    """Of a step of ranks that compute ``crowding`` times as long and lose ``lost`` in each meeting."""
+    (stage,) = stages_of(machine_of(job.topology), slice_of(job), job.plan)
+    phases = (stage.forward, stage.backward, stage.weight)
+    each = sum(crowding * phase.device + phase.waits for phase in phases)
+    meetings = 8 * job.model.num_layers + 3 if job.plan.tp > 1 else 0  # with sequence parallelism
+    return (each + meetings * lost) * job.microbatches
+
+
+def test_what_steps_lose_is_found_again() -> None:
+    ops = ("all_reduce", "all_gather", "reduce_scatter")
+    comm = tuple(CommPoint(op=op, tier="host", ranks=2, size=s, seconds=1e-4) for op in ops for s in (1e3, 1e6))
+    compute = replace(_measured(1e-4, 1e9), comm=comm)
+    plain = joined([_part(1, compute), _part(2, compute), _part(4, Measured(comm=comm))], cores=2)
+    runs = {}
+    for ranks, crowding in ((2, 1.1), (4, 1.25)):
+        jobs = [(_job(plain, ranks, tp, micro), lost) for tp, micro, lost in ((1, 2, 0.0), (2, 1, 1e-3), (2, 4, 3e-3))]
+        runs[ranks] = [(job, _seconds(job, crowding, lost)) for job, lost in jobs]
+    found = in_steps(plain, runs)
+    for ranks in (2, 4):
+        measured = found.with_devices(ranks).measured
+        assert [point.seconds for point in measured.meetings] == pytest.approx([1e-3, 3e-3])
+        assert measured.meetings[0].apart < measured.meetings[1].apart
+    two, four = (found.with_devices(ranks).measured for ranks in (2, 4))
+    # A machine that is slower now than when it was measured is no crowd.
+    assert (two.crowding, two.gemm) == (None, plain.with_devices(2).measured.gemm)
+    assert four.crowding == pytest.approx(1.25)
+    assert four.gemm[0].seconds == pytest.approx(1.25 * plain.with_devices(4).measured.gemm[0].seconds)
+    assert found.with_devices(1).measured.meetings == ()

@@ -11,13 +11,15 @@ from pathlib import Path
 import pytest
 import torch
 
+from plait.comm.world import World
 from plait.core.cluster_file import load
 from plait.core.errors import ConfigError
 from plait.core.mesh import Mesh
 from plait.core.topology import Device, GemmPoint, Measured
 from plait.models.config import PRESETS
 from plait.planner.clusters import cluster
-from plait.train import calibrate, calibrate_kernels, calibrate_layer, calibrate_links
+from plait.planner.local import BUSY
+from plait.train import calibrate, calibrate_kernels, calibrate_layer, calibrate_links, calibrate_load, calibrate_steps
 from plait.train.calibrate_links import HOST, NETWORK, partitions, tournament
 from plait.train.launch import Place
 from tests.pool import Connect, Pool
@@ -90,6 +92,43 @@ def test_ranks_measure_collectives_messages_and_all_pairs(pool: Pool) -> None:
     assert matrix[1][2] == matrix[2][1]
 
 
+def _steps(connect: Connect, folder: str) -> list[tuple[int, int, float]]:
+    world = connect(Mesh(dp=4))
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (calibrate_layer, calibrate_steps):
+            patch.setattr(module, "MODEL", replace(PRESETS["tiny"], num_layers=1, num_kv_heads=4))
+            patch.setattr(module, "SEQ", 16)
+        found = calibrate_steps.measure(world, Path(folder), repeats=1)
+    world.close()
+    return found
+
+
+def test_ranks_take_steps_alone_and_together(pool: Pool, tmp_path: Path) -> None:
+    (found, *_) = pool.run(4, _steps, str(tmp_path))
+    assert [(ranks, micro) for ranks, micro, _ in found] == [(1, 2), (2, 1), (2, 4), (4, 1), (4, 4)]
+    assert all(seconds > 0 for _, _, seconds in found)
+    jobs = [job for job, _ in calibrate_steps.jobs(cluster("h100", 4), found)]
+    assert [(job.plan.tp, job.plan.micro, job.microbatches) for job in jobs] == [
+        (1, 2, 2),
+        (2, 1, 4),
+        (2, 4, 1),
+        (4, 1, 4),
+        (4, 4, 1),
+    ]
+
+
+def test_what_other_programs_take_is_told_from_ones_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    worked = iter([100.0, 100.0 + 3.0])
+    monkeypatch.setattr(calibrate_load, "_worked", lambda: next(worked))
+    monkeypatch.setattr(calibrate_load.os, "cpu_count", lambda: 2)
+    begun = calibrate_load.moment()
+    # Two seconds ago, with one second of this process's own: of four seconds of two cores, others took two.
+    begun = replace(begun, at=begun.at - 2.0, own=begun.own - 1.0)
+    assert calibrate_load.foreign(World.alone(), [[0]], begun) == pytest.approx(0.5, abs=0.05)
+    monkeypatch.setattr(calibrate_load, "_worked", lambda: None)
+    assert calibrate_load.foreign(World.alone(), [[0]], begun) is None
+
+
 class _Host:
     """A launched rank of two hosts with two ranks each."""
 
@@ -131,7 +170,8 @@ def test_one_rank_writes_a_cluster_file(
     threads = torch.get_num_threads()
     assert calibrate.run(None, as_json=True, quick=True, processes=[1], device="cpu") == 0
     torch.set_num_threads(threads)
-    said = json.loads(capsys.readouterr().out)
+    printed = capsys.readouterr()
+    said = json.loads(printed.out)
     found = load(said["file"])
     assert found == cluster("local", found.devices)
     assert found.device.kind == "cpu"
@@ -139,6 +179,8 @@ def test_one_rank_writes_a_cluster_file(
     assert found.measured.bandwidth is not None
     assert {point.precision for point in found.measured.gemm} == {"fp32", "bf16"}
     assert said["points"]["gemm"] == len(found.measured.gemm)
+    assert said["busy"] == found.measured.busy is not None
+    assert ("busy machine" in printed.err) == (said["busy"] > BUSY)
     assert found.with_devices(2).measured.launch == pytest.approx(
         (found.measured.launch or 0) * max(1, 2 / found.cores), rel=1e-6
     )

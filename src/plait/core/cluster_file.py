@@ -38,6 +38,7 @@ from plait.core.topology import (
     Device,
     GemmPoint,
     Measured,
+    MeetingPoint,
     Share,
     Tier,
     Topology,
@@ -64,12 +65,13 @@ RATE = Quantity({"FLOP/s": 1.0, "FLOPS": 1.0, "FLOPs": 1.0, "flop/s": 1.0}, 1e8,
 SPEED = Quantity({"B/s": 1.0, "bit/s": 0.125, "bps": 0.125, "b/s": 0.125}, 1e5, 1e15, "300 GB/s")
 TIME = Quantity({"s": 1.0}, 1e-9, 10.0, "5 us")
 SHARE = Quantity({"of a core": 1.0}, 0.0, 1.0, "0.1 of a core")
+TIMES = Quantity({"times": 1.0}, 0.0, 1e3, "1.1 times")
 _POINT_TIME = Quantity({"s": 1.0}, 0.0, 1e5, "5 us")
 _PEER_SPEED = Quantity(SPEED.units, 0.0, SPEED.high, "25 GB/s")
 _SIZE = Quantity({"B": 1.0}, 0.0, 1e15, "64 MiB")
 
 
-_Point = TypeVar("_Point", GemmPoint, AttentionPoint, CommPoint)
+_Point = TypeVar("_Point", GemmPoint, AttentionPoint, CommPoint, MeetingPoint)
 
 
 class _Table:
@@ -101,6 +103,10 @@ class _Table:
         if key not in self.values:
             raise ConfigError(f'{self.where}.{key} is missing: for example {key} = "{quantity.example}"')
         return number(self.values[key], quantity, f"{self.where}.{key}")
+
+    def figure(self, key: str, quantity: Quantity) -> float | None:
+        """`number`, or None where there is none."""
+        return self.number(key, quantity) if key in self.values else None
 
     def choice(self, key: str, known: Sequence[str], default: str) -> str:
         value = self.get(key, str, default)
@@ -224,12 +230,14 @@ def _measured(values: object, where: str, tiers: Sequence[str]) -> Measured:
         gemm=tuple(_points(GemmPoint, table, "gemm")),
         attention=tuple(_points(AttentionPoint, table, "attention")),
         comm=tuple(_points(CommPoint, table, "comm", tiers)),
-        bandwidth=table.number("bandwidth", SPEED) if "bandwidth" in table.values else None,
-        optimizer_bandwidth=table.number("optimizer_bandwidth", SPEED)
-        if "optimizer_bandwidth" in table.values
-        else None,
-        launch=table.number("launch", TIME) if "launch" in table.values else None,
-        waiting=table.number("waiting", SHARE) if "waiting" in table.values else None,
+        meetings=tuple(_points(MeetingPoint, table, "meetings")),
+        bandwidth=table.figure("bandwidth", SPEED),
+        optimizer_bandwidth=table.figure("optimizer_bandwidth", SPEED),
+        launch=table.figure("launch", TIME),
+        waiting=table.figure("waiting", SHARE),
+        crowding=table.figure("crowding", TIMES),
+        busy=table.figure("busy", SHARE),
+        spread=table.figure("spread", TIMES),
         links=tuple(tuple(number(item, _PEER_SPEED, f"{where}.links") for item in row) for row in links),
     )
 

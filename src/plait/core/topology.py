@@ -86,6 +86,16 @@ class CommPoint:
 
 
 @dataclass(frozen=True, kw_only=True)
+class MeetingPoint:
+    """``seconds`` that each of ``ranks`` loses, beyond the collective itself, where they meet after ``apart`` seconds:
+    the last one is waited for, and ranks that share a core wait for their turns."""
+
+    ranks: int
+    apart: float
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class Measured:
     """What `plait calibrate` found. Empty or None where nothing was measured."""
 
@@ -100,6 +110,14 @@ class Measured:
     """Seconds of the host for one operator."""
     waiting: float | None = None
     """CPU hosts: the share of a core that a rank takes while it waits for another."""
+    crowding: float | None = None
+    """CPU hosts, more ranks than cores: how many times longer a rank's work takes beyond its turns (each finds the
+    caches full of another's). It is in the points."""
+    meetings: tuple[MeetingPoint, ...] = ()
+    busy: float | None = None
+    """The share of the host's cores that other programs took meanwhile."""
+    spread: float | None = None
+    """How far apart the passes were: the slower over the faster, less 1, in the median of what is computed."""
     links: tuple[tuple[float, ...], ...] = ()
     """Rank-to-rank bytes/s, 0 on the diagonal."""
 

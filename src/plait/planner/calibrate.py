@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from statistics import fmean, median
 
 from plait.core.errors import ConfigError
-from plait.core.topology import CommPoint, Device, GemmPoint, Measured, Share, Tier, Topology
+from plait.core.topology import CommPoint, Device, GemmPoint, Measured, MeetingPoint, Share, Tier, Topology
+from plait.planner import layers
 from plait.planner.clusters import presets
+from plait.planner.job import Job
+from plait.planner.stages import machine_of, slice_of, stages_of
 
 
 def fit_tier(name: str, size: int, points: Sequence[CommPoint], source: str) -> Tier:
@@ -71,7 +75,17 @@ def best(passes: Sequence[Measured]) -> Measured:
             (each.optimizer_bandwidth for each in passes if each.optimizer_bandwidth), default=None
         ),
         launch=min((each.launch for each in passes if each.launch), default=None),
+        waiting=None if first.waiting is None else fmean(each.waiting or 0.0 for each in passes),
+        spread=_spread(passes),
     )
+
+
+def _spread(passes: Sequence[Measured]) -> float | None:
+    """How far apart the passes were in what they computed; None for one pass, or none that computed."""
+    rows = [[*(p.seconds for p in each.gemm), *(p.forward for p in each.attention)] for each in passes]
+    if len(rows) < 2 or not rows[0]:
+        return None
+    return float(median(max(times) / min(times) - 1 for times in zip(*rows, strict=True)))
 
 
 def known_device(driver_name: str, memory: float) -> Device | None:
@@ -102,6 +116,53 @@ def joined(parts: Sequence[Topology], *, cores: int) -> Topology:
             device = replace(full.device.slowed(turns), memory=part.device.memory)
             measured = replace(full.measured.slowed(turns), comm=measured.comm, waiting=measured.waiting)
         shares.append(Share(ranks=part.devices, device=device, measured=measured))
+    busy = max((part.measured.busy for part in ordered if part.measured.busy is not None), default=None)
+    shares = [replace(share, measured=replace(share.measured, busy=busy)) for share in shares]
+    base = replace(base, measured=replace(base.measured, busy=busy))
     size = ordered[-1].devices
     tiers = (*base.tiers[:-1], replace(base.tiers[-1], size=max(size, base.tiers[-1].size)))
     return replace(base, tiers=tiers, cores=cores, shares=tuple(shares))
+
+
+def in_steps(found: Topology, runs: Mapping[int, Sequence[tuple[Job, float]]]) -> Topology:
+    """``found`` with what ranks lose to each other in steps: where they meet, and where they share cores.
+
+    ``runs``: by number of ranks, jobs of one stage and the seconds of their forward and backward, each on a topology of
+    so many devices of ``found``: the first of one rank alone while all others do the same, the rest of ranks that meet.
+    """
+    shares = []
+    for share in found.shares:
+        measured, device = share.measured, share.device
+        if share.ranks in runs:
+            (alone, took), *cut = runs[share.ranks]
+            work = _microbatch(alone)[0] * alone.microbatches
+            pace = took / work
+            meetings = tuple(_meeting(job, seconds, pace) for job, seconds in cut)
+            if share.ranks > (found.cores or share.ranks):
+                crowding = max(1.0, pace)
+                measured = replace(measured.slowed(crowding), crowding=crowding)
+                device = device.slowed(crowding)
+                meetings = tuple(replace(point, apart=point.apart * crowding) for point in meetings)
+            measured = replace(measured, meetings=meetings)
+        shares.append(replace(share, measured=measured, device=device))
+    base = next((share.measured for share in shares if share.ranks == found.devices), found.measured)
+    return replace(found, shares=tuple(shares), measured=base)
+
+
+def _meeting(job: Job, took: float, pace: float) -> MeetingPoint:
+    """What the ranks of ``job`` lose in each of its meetings; its compute takes ``pace`` times the model's seconds."""
+    device, waits, meetings, apart = _microbatch(job)
+    beyond = took / job.microbatches - device * pace - waits
+    return MeetingPoint(ranks=job.plan.tp * job.plan.cp, apart=apart, seconds=max(0.0, beyond / meetings))
+
+
+def _microbatch(job: Job) -> tuple[float, float, int, float]:
+    """Of a microbatch of one stage: seconds of compute, of collectives, the number of those that ranks meet in, and the
+    seconds between two."""
+    cut = slice_of(job)
+    (stage,) = stages_of(machine_of(job.topology), cut, job.plan)
+    phases = (stage.forward, stage.backward, stage.weight)
+    works = [(layers.layer(cut, False, None), job.model.num_layers), (layers.embedding(cut), 1), (layers.head(cut), 1)]
+    meetings = sum(times * (len(one.forward.messages) + len(one.backward.messages)) for one, times in works)
+    apart = (stage.forward.device + stage.backward.device) / max(meetings, 1)
+    return sum(p.device for p in phases), sum(p.waits for p in phases), meetings, apart

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from functools import lru_cache
 
-from plait.core.topology import Topology
+from plait.core.topology import Measured, Topology
 from plait.planner.job import PLAIT, Job, Practice
 from plait.planner.overlap import Pipeline, makespan
 from plait.schedule.generate import generate
 from plait.schedule.ir import Action, Kind, Schedule
 
+BUSY, SPREAD = 0.1, 0.15
+"""Shares of a host that others may take while it is measured, and of how far passes may lie apart, to be believed."""
 MOST_ACTIONS = 20000
 """Of a schedule that is walked action by action; longer ones are taken as if every rank worked all the time."""
 
@@ -24,28 +28,55 @@ def practice(topology: Topology) -> Practice:
     return Practice(overlap_grads=False, overlap_weights=False, overlap_pp=False)
 
 
+def doubt(topology: Topology) -> str:
+    """Why figures of ``topology`` are to be taken with care, in a few words; nothing where they are not."""
+    measured = topology.measured
+    if (measured.busy or 0.0) > BUSY:
+        return f"measured on a busy machine: other programs took {measured.busy:.0%} of its cores"
+    if (measured.spread or 0.0) > SPREAD:
+        return f"measured on an unsteady machine: passes lay {measured.spread:.0%} apart"
+    return "estimated, not measured: plait calibrate measures" if topology.source.startswith("estimated") else ""
+
+
+def meeting(measured: Measured, ranks: int, apart: float) -> float:
+    """Seconds that each of ``ranks`` loses where they meet after ``apart`` seconds of work, beyond the collective.
+
+    Of the nearest group size that was measured, along the log of ``apart``; its ends are the last word.
+    """
+    if not measured.meetings or ranks < 2:
+        return 0.0
+    size = min({point.ranks for point in measured.meetings}, key=lambda size: abs(math.log(size / ranks)))
+    points = sorted((max(point.apart, 1e-9), point.seconds) for point in measured.meetings if point.ranks == size)
+    for (low, first), (high, second) in itertools.pairwise(points):
+        if low < high >= apart:
+            share = math.log(max(apart, low) / low) / math.log(high / low)
+            return first + share * (second - first)
+    return points[-1][1]
+
+
 def span_of(pipe: Pipeline, job: Job) -> float:
     """Seconds of the pipeline of ``job``: ranks that are more than their host's cores work while others wait."""
-    cores, world = job.topology.cores, job.world_size
+    cores, world, measured = job.topology.cores, job.world_size, job.topology.measured
     if cores is None or world <= cores or pipe.ranks == 1 or world > job.topology.tiers[0].size:
         return makespan(pipe)
     actions = pipe.microbatches * len(pipe.forward) * 3
     return (
         makespan(pipe)
         if actions > MOST_ACTIONS
-        else turns(pipe, world // pipe.ranks, cores, job.topology.measured.waiting or 0.0)
+        else turns(pipe, world // pipe.ranks, cores, measured.waiting or 0.0, measured.crowding or 1.0)
     )
 
 
 @lru_cache(maxsize=4096)
-def turns(pipe: Pipeline, copies: int, cores: int, waiting: float) -> float:
+def turns(pipe: Pipeline, copies: int, cores: int, waiting: float, crowding: float) -> float:
     """Seconds of a pipeline each rank of which stands for ``copies`` alike, all on ``cores`` that they share fairly.
 
     The pipeline's seconds are those of an action while every rank works. A rank whose turn comes oftener, because
-    others wait, is faster in proportion, up to a core of its own; but a rank that waits looks again and again, which
-    takes ``waiting`` of a core.
+    others wait, is faster in proportion, up to a core of its own, where it is spared the ``crowding`` too; but a rank
+    that waits looks again and again, which takes ``waiting`` of a core.
     """
-    slowed = max(1.0, pipe.ranks * copies / cores)
+    shared = max(1.0, pipe.ranks * copies / cores)
+    slowed = shared * crowding if shared > 1 else 1.0
     name = pipe.name if pipe.virtual == 1 or pipe.name != "1f1b" else "interleaved"
     schedule = generate(name, ranks=pipe.ranks, microbatches=pipe.microbatches, virtual=pipe.virtual)
     rows = [list(row) for row in schedule.ranks]
@@ -62,7 +93,8 @@ def turns(pipe: Pipeline, copies: int, cores: int, waiting: float) -> float:
         assert busy, "generated schedules do not deadlock"
         # Those that wait are spread over the cores: they slow a rank that has a core to itself as well.
         free = max(1 - waiting * copies * (pipe.ranks - len(busy)) / cores, waiting)
-        rate = min(1.0, cores / (len(busy) * copies)) * free
+        crowd = len(busy) * copies / cores
+        rate = free / (crowd * crowding if crowd > 1 else 1.0)
         passed = min(left[rank] for rank in busy)
         now += passed / rate
         for rank in busy:

@@ -16,6 +16,7 @@ from plait.planner import layers
 from plait.planner.constants import DEFAULT, Table
 from plait.planner.job import Job
 from plait.planner.kernels import Machine, seconds
+from plait.planner.local import meeting
 from plait.planner.ops import Message, Phase, Slice, parts_of
 from plait.planner.overlap import Share, under
 from plait.planner.recomputing import modes_of
@@ -125,6 +126,8 @@ def _spent(machine: Machine, cut: Slice, phase: Phase, name: str, parts: frozens
     launches = 0.0
     core = 0.0
     each = table.of("expert_launch", machine.family)
+    # Transformer Engine casts all experts' rows at once to the blockwise recipe, expert by expert to the others.
+    cast = each if practice.fp8 == "blockwise" else table.of("expert_cast", machine.family)
     for op in chosen:
         spent = seconds(machine, op)
         if op.kind == "grouped":
@@ -132,11 +135,12 @@ def _spent(machine: Machine, cut: Slice, phase: Phase, name: str, parts: frozens
         if op.part == "core":
             core += spent
         device += spent
-        launches += op.kernels * (each if op.part == "experts" else 1)
+        launches += op.kernels * (1 if op.part != "experts" else cast if op.kind == "memory" else each)
     exposed: dict[str, float] = {}
     hidden: dict[str, float] = {}
     if parts is None:
         groups = groups_of(cut)
+        apart = device / max(1, len(phase.messages))
         for message in phase.messages:
             size = message.size
             if message.axis == "tp" and message.op == "all_gather" and cut.low:
@@ -149,6 +153,8 @@ def _spent(machine: Machine, cut: Slice, phase: Phase, name: str, parts: frozens
                 cost = collective(machine, message.op, size, groups[message.axis])
             if cost == 0.0:
                 continue
+            if name != "W":  # which waits for nobody: its gathers run beside it
+                cost += meeting(machine.measured, groups[message.axis].size, apart)
             share = _share(machine, cut, message, cost, name, device, core)
             axis = "tp" if message.axis == "etp" else message.axis
             exposed[axis] = exposed.get(axis, 0.0) + share.exposed

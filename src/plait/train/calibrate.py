@@ -12,6 +12,7 @@ import json
 import os
 import platform
 import socket
+import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -19,7 +20,6 @@ from pathlib import Path
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
 from plait.comm.group import Group
 from plait.comm.world import World
@@ -27,11 +27,15 @@ from plait.core.cluster_file import dump, load
 from plait.core.errors import ConfigError
 from plait.core.mesh import Mesh
 from plait.core.topology import CommPoint, Device, Measured, Tier, Topology
-from plait.planner.calibrate import best, fit_tier, joined, known_device, peaks
+from plait.planner.calibrate import best, fit_tier, in_steps, joined, known_device, peaks
 from plait.planner.clusters import host_memory, local_path
+from plait.planner.local import doubt
 from plait.train import calibrate_kernels as kernels
 from plait.train import calibrate_links as links
+from plait.train import calibrate_load as load_of
+from plait.train import calibrate_steps as steps
 from plait.train.calibrate_layer import bandwidth_in_steps
+from plait.train.calibrate_table import show, summary
 from plait.train.exchange import gather_json
 from plait.train.launch import Worker, cores, launch, placed
 
@@ -42,7 +46,7 @@ REPEATS = 8
 PASSES, QUICK_PASSES = 2, 1
 _NOT_MEASURED = 1e9
 """Stands in a share that measured its communication alone, for `joined` to replace."""
-STAGES = ("matrix products", "attention", "memory, optimizer, launches", "collectives")
+STAGES = ("matrix products", "attention", "memory, optimizer, launches", "collectives", "steps")
 MOST_RANKS_IN_MATRIX = 4096
 
 
@@ -73,15 +77,27 @@ def run(
             launch("plait.train.calibrate:run_rank", processes=count, args=args, device=device, timeout=timeout)
         if not chief:
             return 0
-        parts = [load(Path(folder) / f"{count}.toml") for count in counts]
-    found = parts[0] if parts[0].device.kind != "cpu" else joined(parts, cores=cores())
+        found = _found(Path(folder), counts)
     text = dump(found)
     target.write_text(text, encoding="utf-8")
     if as_json:
         print(json.dumps(summary(found) | {"file": str(target)}))
     else:
         show(found, target, Console(highlight=False))
+    if doubt(found):
+        print(f"warning: {doubt(found)}; its figures are off: plait calibrate again when it is quiet", file=sys.stderr)
     return 0
+
+
+def _found(folder: Path, counts: Sequence[int]) -> Topology:
+    """What all numbers of ranks left in ``folder``, brought together."""
+    parts = [load(folder / f"{count}.toml") for count in counts]
+    if parts[0].device.kind != "cpu":
+        return parts[0]
+    found = joined(parts, cores=cores())
+    taken = {count: folder / f"{count}.json" for count in counts}
+    rows = {count: json.loads(file.read_text(encoding="utf-8")) for count, file in taken.items() if file.is_file()}
+    return in_steps(found, {count: steps.jobs(found.with_devices(count), runs) for count, runs in rows.items()})
 
 
 def _counts(processes: Sequence[int] | None, device: str, quick: bool) -> list[int]:
@@ -114,14 +130,16 @@ def run_rank(worker: Worker, folder: str, quick: bool, shown: bool, computes: bo
         device=world.device,
         barrier=everyone.barrier,
         budget=BUDGET,
+        crowded=computes and size > cores(),
     )
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     chief = world.rank == 0
     passes = QUICK_PASSES if quick else PASSES
     hosts = _hosts(world)
     groups = _groups(world, hosts)
+    began = load_of.moment()
     with Progress(*columns, disable=not (shown and chief), transient=True, auto_refresh=False) as progress:
-        task = progress.add_task("", total=passes * len(STAGES))
+        task = progress.add_task("", total=passes * (len(STAGES) - 1) + 1)
 
         def stage(number: int) -> None:
             progress.update(task, advance=1, description=f"{size} of {counts} ranks: {STAGES[number]}", refresh=True)
@@ -130,19 +148,32 @@ def run_rank(worker: Worker, folder: str, quick: bool, shown: bool, computes: bo
         for _ in range(passes):
             # Ranks that take turns on a core compute as one that has it, for their share of the time: see `joined`.
             measured = _compute(bench, quick, stage) if computes else Measured()
-            stage(len(STAGES) - 1)
+            stage(3)
             idle = links.waiting(world) if world.device.type == "cpu" and size > 1 else None
             found.append(dataclasses.replace(measured, comm=tuple(_communication(world, groups)), waiting=idle))
+        stage(4)
+        taken = _in_steps(world, hosts, folder, quick)
     several_links = size > 2 and (world.device.type == "cuda" or len(hosts) > 1) and size <= MOST_RANKS_IN_MATRIX
     matrix = links.matrix(world) if several_links else []
     measured = best(found)
     if computes and world.device.type == "cpu":
         share = _device(world, measured, len(hosts[0]), "")
         measured = dataclasses.replace(measured, bandwidth=bandwidth_in_steps(bench, share, measured))
+    busy = load_of.foreign(world, hosts, began)
     if chief:
-        measured = dataclasses.replace(measured, links=tuple(map(tuple, matrix)))
+        measured = dataclasses.replace(measured, links=tuple(map(tuple, matrix)), busy=busy)
         (Path(folder) / f"{size}.toml").write_text(dump(_topology(world, hosts, measured)), encoding="utf-8")
+        if taken:
+            (Path(folder) / f"{size}.json").write_text(json.dumps(taken), encoding="utf-8")
     world.close()
+
+
+def _in_steps(world: World, hosts: list[list[int]], folder: str, quick: bool) -> steps.Taken:
+    """Steps of ranks that meet; none on GPUs, on several hosts, or where nobody is to be met."""
+    if world.device.type != "cpu" or len(hosts) > 1 or world.mesh.world_size == 1:
+        return []
+    # Ranks of another launcher have a folder each.
+    return steps.measure(world, Path(str(gather_json(world, folder)[0])), 1 if quick else steps.REPEATS)
 
 
 def _compute(bench: kernels.Bench, quick: bool, stage: Callable[[int], None]) -> Measured:
@@ -236,41 +267,3 @@ def _cpu_name() -> str:
     lines = info.read_text(encoding="utf-8", errors="replace").splitlines() if info.is_file() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.processor() or platform.machine()
-
-
-def summary(found: Topology) -> dict[str, object]:
-    """The figures that say most, as JSON values."""
-    measured = found.measured
-    return {
-        "name": found.name,
-        "device": found.device.name,
-        "devices": found.devices,
-        "cores": found.cores,
-        "memory_bytes": found.device.memory,
-        "peak_flops": dict(found.device.peaks),
-        "best_flops": peaks(measured.gemm),
-        "bandwidth": measured.bandwidth,
-        "optimizer_bandwidth": measured.optimizer_bandwidth,
-        "launch_s": measured.launch,
-        "tiers": [
-            {"name": t.name, "size": t.size, "bandwidth": t.bandwidth, "latency_s": t.latency} for t in found.tiers
-        ],
-        "shares": [{"ranks": share.ranks, "best_flops": peaks(share.measured.gemm)} for share in found.shares],
-        "points": {"gemm": len(measured.gemm), "attention": len(measured.attention), "comm": len(measured.comm)},
-    }
-
-
-def show(found: Topology, target: Path, console: Console) -> None:
-    """A table of what a rank gets, by number of ranks, and the links."""
-    table = Table(title=f"{found.device.name}: what one rank gets", title_justify="left")
-    for column in ("ranks", "products, GFLOP/s", "memory, GB/s", "optimizer, GB/s", "a launch, us"):
-        table.add_column(column, justify="right")
-    rows = [(share.ranks, share.measured) for share in found.shares] or [(found.devices, found.measured)]
-    for ranks, measured in rows:
-        rates = ", ".join(f"{precision} {rate / 1e9:,.0f}" for precision, rate in peaks(measured.gemm).items())
-        speeds = [f"{(value or 0) / 1e9:,.1f}" for value in (measured.bandwidth, measured.optimizer_bandwidth)]
-        table.add_row(str(ranks), rates, *speeds, f"{(measured.launch or 0) * 1e6:.1f}")
-    console.print(table)
-    for tier in found.tiers:
-        console.print(f"{tier.name}: {tier.bandwidth / 1e9:,.2f} GB/s a rank, {tier.latency * 1e6:,.1f} us a message")
-    console.print(f"written: {target}", soft_wrap=True)

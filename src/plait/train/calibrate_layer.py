@@ -41,7 +41,7 @@ def bandwidth_in_steps(bench: Bench, device: Device, measured: Measured) -> floa
     """
     assert measured.bandwidth is not None
     counted, rest = _counted(device, measured)
-    beyond = bench.seconds(_step()) - rest
+    beyond = bench.seconds(step(World.alone(), PLAN)) - rest
     slowest, fastest = counted * SLOWEST / measured.bandwidth, counted / measured.bandwidth
     return counted / min(max(beyond, fastest), slowest)
 
@@ -63,19 +63,19 @@ def _counted(device: Device, measured: Measured) -> tuple[float, float]:
     return counted * job.microbatches, rest * job.microbatches
 
 
-def _step() -> Callable[[], object]:
-    """Forward and backward of all microbatches on this rank alone."""
+def step(world: World, plan: Plan) -> Callable[[], object]:
+    """Forward and backward of `BATCH` samples over the ranks of ``world``, each holding all samples."""
     with torch.device("meta"):
         model = Decoder(MODEL)
-    parallel = parallelize(model, PLAN, World.alone(), weights=InitSource(MODEL, 0))
+    parallel = parallelize(model, plan, world, weights=InitSource(MODEL, 0))
     tokens_BT = torch.randint(MODEL.vocab_size, (BATCH, SEQ + 1), generator=torch.Generator().manual_seed(0))
     batches = [
         Batch(
-            tokens_BT=tokens_BT[at : at + PLAN.micro, :-1],
-            targets_BT=tokens_BT[at : at + PLAN.micro, 1:],
-            sample_B=torch.arange(at, at + PLAN.micro),
+            tokens_BT=tokens_BT[at : at + plan.micro, :-1],
+            targets_BT=tokens_BT[at : at + plan.micro, 1:],
+            sample_B=torch.arange(at, at + plan.micro),
             step=0,
         )
-        for at in range(0, BATCH, PLAN.micro)
+        for at in range(0, BATCH, plan.micro)
     ]
     return partial(parallel.forward_backward, batches, BATCH * SEQ)

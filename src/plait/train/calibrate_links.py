@@ -35,16 +35,16 @@ def partitions(hosts: Sequence[Sequence[int]]) -> Iterator[tuple[str, list[tuple
     On a host: neighbours in groups of 2, 4, ... and all. On the network: the i-th rank of each host, and all ranks.
     """
     local = len(hosts[0])
-    for size in _sizes(local):
+    for size in sizes_of(local):
         yield HOST, [tuple(ranks[i : i + size]) for ranks in hosts for i in range(0, local, size)]
-    for size in _sizes(len(hosts)):
+    for size in sizes_of(len(hosts)):
         blocks = [hosts[i : i + size] for i in range(0, len(hosts), size)]
         yield NETWORK, [tuple(ranks) for block in blocks for ranks in zip(*block, strict=True)]
     if len(hosts) > 1 and local > 1:
         yield NETWORK, [tuple(rank for ranks in hosts for rank in ranks)]
 
 
-def _sizes(count: int) -> list[int]:
+def sizes_of(count: int) -> list[int]:
     """Powers of two that divide ``count``, and itself: 12 -> 2, 4, 12; none below 2."""
     powers = [1 << e for e in range(1, count.bit_length()) if count % (1 << e) == 0]
     return powers if count in powers or count < 2 else [*powers, count]
