@@ -193,6 +193,19 @@ def test_experts() -> None:
     assert predict(job("ep=8", model=MIXTRAL)).ranks[0].exposed["ep"] > 0
 
 
+def test_casting_many_experts_rows_takes_the_host_longer_than_casting_them_at_once() -> None:
+    """Where each expert gets few rows, and no graph replays the launches."""
+    assert MIXTRAL.moe is not None
+    many = dataclasses.replace(MIXTRAL, moe=dataclasses.replace(MIXTRAL.moe, num_experts=128, ffn_size=1024))
+
+    def with_(recipe: str, *, graph: bool = False) -> float:
+        practice = Practice(fp8=recipe, graph=graph, fused=True, balanced=True)
+        return step("ep=8 micro=1 precision=fp8", model=many, seq=1024, practice=practice)
+
+    assert with_("mxfp8") > 1.2 * with_("blockwise")
+    assert with_("mxfp8", graph=True) == with_("blockwise", graph=True)
+
+
 @pytest.mark.parametrize(
     ("devices", "model", "kind"),
     [(8, LLAMA, "dense"), (16, LLAMA, "dense_nodes"), (8, MIXTRAL, "experts"), (16, MIXTRAL, "experts_nodes")],

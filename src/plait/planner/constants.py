@@ -178,6 +178,12 @@ CONSTANTS: Mapping[str, Constant] = {
         0.75, "1", "host time of an operator in backward (no Python) relative to forward", "vtrain_a100"
     ),
     "expert_launch": _c(0.7, "1", "host time of one expert's launch, in a loop below Python", "megatron_bridge_perf"),
+    "expert_cast": _c(
+        3.5,
+        "launches",
+        "host time of casting one expert's rows: tensors of their own, made in Python",
+        "megatron_bridge_perf",
+    ),
     "microbatch_host": _c(
         2e-4, "s", "host time of a microbatch that nothing hides, beside its operators", "zero_bubble"
     ),
