@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -10,16 +9,16 @@ from functools import lru_cache
 from plait.core.plan import Plan
 from plait.core.topology import Topology
 from plait.models.config import ModelConfig
-from plait.models.shapes import parameter_shapes
 from plait.parallel.layout import stage_layers
 from plait.planner import layers
 from plait.planner.constants import DEFAULT, Table
+from plait.planner.hiding import hidden_by
 from plait.planner.job import Job
 from plait.planner.kernels import Machine, seconds
 from plait.planner.local import meeting
-from plait.planner.ops import Message, Phase, Slice, parts_of
-from plait.planner.overlap import Share, under
+from plait.planner.ops import Phase, Slice, parts_of
 from plait.planner.recomputing import modes_of
+from plait.planner.weights import weights_of
 from plait.planner.wires import Group, collective, exchange
 
 PARTS: Mapping[str, tuple[str, ...]] = {
@@ -155,7 +154,7 @@ def _spent(machine: Machine, cut: Slice, phase: Phase, name: str, parts: frozens
                 continue
             if name != "W":  # which waits for nobody: its gathers run beside it
                 cost += meeting(machine.measured, groups[message.axis].size, apart)
-            share = _share(machine, cut, message, cost, name, device, core)
+            share = hidden_by(machine, cut, message, cost, name, device, core)
             axis = "tp" if message.axis == "etp" else message.axis
             exposed[axis] = exposed.get(axis, 0.0) + share.exposed
             hidden[axis] = hidden.get(axis, 0.0) + share.hidden
@@ -170,34 +169,6 @@ def _spent(machine: Machine, cut: Slice, phase: Phase, name: str, parts: frozens
         hidden=tuple(hidden.items()),
         flops=sum(op.flops for op in chosen),
     )
-
-
-def _share(machine: Machine, cut: Slice, message: Message, cost: float, name: str, device: float, core: float) -> Share:
-    """How much of one message the layer's own compute hides."""
-    table, family, practice = machine.table, machine.family, cut.practice
-    contention = table.of("contention", family)
-    if message.op == "ring":
-        return under(cost, core * (cut.cp - 1) / cut.cp, contention)
-    if message.axis in ("tp", "etp"):
-        if name == "W":
-            # The input is gathered again while its gradient is computed.
-            return under(cost, cost, contention)
-        if name == "B" and message.op != "all_gather" and table.of("async_reduce", practice.framework):
-            # The gradient of a column-parallel layer's input is summed while its weights' is computed.
-            return under(cost, device / 2, contention)
-        if practice.overlap_tp and table.of("split_own", practice.framework):
-            # Half of a layer's products follow gathers, each of them of tp ranks' rows.
-            if message.op == "all_gather":
-                return under(cost, device / (4 * cut.tp), contention)
-            # Behind it, the gradient of the weights.
-            return under(cost, device / 2 if name == "B" else 0.0, contention)
-        # Overlap in parts is of one domain of fast links (user buffers, symmetric memory).
-        inside = cut.tp <= machine.topology.tiers[0].size
-        split = cost * table.of("split_share", family) if practice.overlap_tp and inside else 0.0
-        return under(cost, split, contention)
-    if message.axis == "ep" and practice.overlap_ep:
-        return under(cost, min(device, cost * table.of("expert_hidden", family)), contention)
-    return under(cost, 0.0, contention)
 
 
 @lru_cache(maxsize=1 << 14)
@@ -232,33 +203,6 @@ def end_times(machine: Machine, cut: Slice, last: bool) -> tuple[Spent, Spent, S
     )
 
 
-@lru_cache(maxsize=1 << 8)
-def _weights(model: ModelConfig) -> tuple[tuple[tuple[float, float], ...], float, float]:
-    """(dense, expert) parameters of the layers before each, so that differences are sums; embedding; head with norm."""
-    layers = [[0.0, 0.0] for _ in range(model.num_layers)]
-    embed = head = 0.0
-    for name, shape in parameter_shapes(model).items():
-        part = name.split(".")
-        count = float(math.prod(shape))
-        if part[0] == "layers":
-            layers[int(part[1])][1 if len(shape) == 3 else 0] += count
-        elif part[0] == "embed":
-            embed += count
-        else:
-            head += count
-    before = [(0.0, 0.0)]
-    for dense, experts in layers:
-        before.append((before[-1][0] + dense, before[-1][1] + experts))
-    return tuple(before), embed, head
-
-
-@lru_cache(maxsize=1 << 8)
-def tensors_of(model: ModelConfig) -> tuple[float, float]:
-    """Parameters of a mean layer: all of them, and those that are matrices."""
-    shapes = [shape for name, shape in parameter_shapes(model).items() if name.startswith("layers.")]
-    return len(shapes) / model.num_layers, sum(len(shape) > 1 for shape in shapes) / model.num_layers
-
-
 @lru_cache(maxsize=1 << 12)
 def _cut_of(model: ModelConfig, plan: Plan) -> tuple[int, ...]:
     return stage_layers(model, plan)
@@ -281,7 +225,7 @@ def stages_of(machine: Machine, cut: Slice, plan: Plan) -> tuple[Stage, ...]:
     """Every virtual stage; equal ones are the same object."""
     model = cut.model
     counts = _cut_of(model, plan)
-    before = _weights(model)[0]
+    before = weights_of(model)[0]
     known: dict[tuple[object, ...], Stage] = {}
     found: list[Stage] = []
     first = 0
@@ -308,7 +252,7 @@ def _stage(
 ) -> Stage:
     """Layers of ``kinds`` with ``weights`` (dense, experts), and at the ``ends`` the embedding and the head."""
     model = cut.model
-    before, embed, head = _weights(model)
+    before, embed, head = weights_of(model)
     parts: list[tuple[tuple[Spent, Spent, Spent], float]] = [
         (layer_times(machine, cut, *kind), times) for kind, times in kinds.items()
     ]

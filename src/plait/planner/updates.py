@@ -11,7 +11,8 @@ from plait.planner.job import Job
 from plait.planner.kernels import Machine
 from plait.planner.overlap import Share, under
 from plait.planner.pace import Paced, launch_of
-from plait.planner.stages import Stage, tensors_of
+from plait.planner.stages import Stage
+from plait.planner.weights import tensors_of
 from plait.planner.wires import Group, collective
 
 
