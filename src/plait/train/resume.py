@@ -77,7 +77,7 @@ class Keeper:
         need = 4 * parameter_count(setup.model)
         need += 8 * sum(math.prod(shape) for shape in trained_shapes(setup).values())
 
-        def make() -> None:
+        def make() -> str | None:
             if not self._resumes and committed(self.folder):
                 raise ConfigError(
                     f"{self.folder} already holds checkpoints: set run.resume=true to go on from them, or another "
@@ -91,10 +91,15 @@ class Keeper:
                 keep_every=section.keep_every,
                 asynchronous=section.asynchronous,
                 need=need,
+                going_on=self._resumes,
             )
             self._saver = PatientSaver(saver, self._world, patience=section.timeout, asynchronous=section.asynchronous)
+            return saver.lacking
 
-        together(self._world, make)
+        lacking = next((str(text) for text in together(self._world, make) if text is not None), None)
+        if lacking is not None:
+            self._warnings.append(f"{lacking}; the run goes on, and each save is tried")
+            self.note("checkpoint", {"error": lacking})
         if run.replicas and (memory is not None or placed() is not None):
             self._mirror(memory, need)
 
@@ -160,9 +165,9 @@ class Keeper:
             self.save(step)
         else:
             self._hear(self._saver.poll())
-            if self._replicas is not None:
-                self._replicas.save_if_due(step, self.snapshot)
-                self._tell("replica", self._replicas.poll())
+        if self._replicas is not None:  # a checkpoint under way may come to nothing
+            self._replicas.save_if_due(step, self.snapshot)
+            self._tell("replica", self._replicas.poll())
 
     def finish(self, step: int) -> bool:
         """Save, and wait; whether the state after ``step`` steps is on the disk."""
