@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import json
+import math
 import time
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from plait.parallel.apply import Parallel
 from plait.telemetry.record import read_metrics
 from plait.telemetry.report import read as read_report
 from plait.telemetry.report import render
+from plait.train import recut
 from plait.train.events_log import EVENTS, EventLog, LoggedEvent, read
 from plait.train.recut import LEAST_STEPS, REBALANCED, Recut, recalled
 from plait.train.restart import _Supervisor
@@ -68,13 +70,13 @@ def feed(connect: Connect, text: str, ranks: int, blocks: list[tuple[int, list[f
     """What `Recut` wants after each block of (steps, what each rank computed in each of them); the steps are taken one
     after the other, and each takes what the slowest rank computed."""
     setup = prepare(loads(text), world_size=ranks)
-    recut = Recut(setup, connect(setup.plan.mesh(ranks)))
+    watch = Recut(setup, connect(setup.plan.mesh(ranks)))
     done, told = 0, []
     for steps, computes in blocks:
         found = []
         for _ in range(steps):
             done += 1
-            found.append(recut.observe(done, max(computes), computes))
+            found.append(watch.observe(done, max(computes), computes))
         told.append(next((one.fields for one in found if one is not None), None))
     return told
 
@@ -104,6 +106,30 @@ def test_layers_move_away_from_a_slow_rank_and_the_run_is_the_same(pool: Pool, t
     assert [row["step"] for row in read_metrics(tmp_path / "run/metrics.jsonl")] == [*range(2 * LEAST_STEPS + 2)]
     assert "rebalanced" in render(read_report(tmp_path / "run"))
     assert read_report(tmp_path / "run").compared_from == steps + 1
+    same_run(tmp_path / "run", tmp_path / "calm")
+
+
+def change(connect: Connect, text: str, ranks: int, cut: list[int]) -> None:
+    """A run whose first look takes ``cut``, whatever was measured."""
+
+    def given(*arguments: object) -> tuple[int, ...]:
+        return tuple(cut)
+
+    with mock.patch.object(recut, "best_cut", given), mock.patch.object(recut, "WORTH", -math.inf):
+        jobs.train_in_pool(connect, text, ranks)
+
+
+def test_experts_and_stages_along_a_v_move_too(pool: Pool, tokens: Path, tmp_path: Path) -> None:
+    """zb-v, ZeRO, experts that lie by load, saves under way and evaluations: the run is that of the unchanged cut."""
+    model = ("model.family=mixtral", "model.moe={num_experts = 4, top_k = 2, ffn_size = 48}", "moe.placement=load")
+    plan = ("plan.dp=2", "plan.ep=2", "plan.zero=1", "plan.virtual=2", "plan.schedule=zb-v", "plan.stages=[2,2,2,2]")
+    steps = 2 * LEAST_STEPS + 2
+    more = ("checkpoint.every=5", "checkpoint.asynchronous=true", "train.eval_every=6", "train.eval_batches=1")
+    sizes = (*RUN, *model, *plan, *more, f"train.steps={steps}")
+    pool.run(4, jobs.train_in_pool, dump(config(tokens, tmp_path / "calm", *sizes)), 4)
+    run = config(tokens, tmp_path / "run", *sizes, "run.rebalance=1")
+    pool.run(4, change, dump(run), 4, [1, 3, 3, 1])
+    assert [event.fields["new"] for event in events(tmp_path / "run", REBALANCED)] == [[1, 3, 3, 1]]
     same_run(tmp_path / "run", tmp_path / "calm")
 
 
