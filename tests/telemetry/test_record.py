@@ -4,6 +4,7 @@ import json
 import statistics
 from pathlib import Path
 from time import perf_counter
+from unittest import mock
 
 import pytest
 
@@ -67,6 +68,17 @@ def test_without_a_path_the_same_calls_leave_nothing(tmp_path: Path) -> None:
     with Metrics(None) as metrics:
         metrics.write(row(0))
     assert not list(tmp_path.iterdir())
+
+
+def test_a_full_disk_is_no_error_of_the_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A row that could not be written is tried again when the file is closed, and must not hide why the run ended."""
+    metrics = Metrics(tmp_path / "metrics.jsonl")
+    with open("/dev/full", "a", encoding="utf-8") as full, mock.patch.object(metrics, "_file", full):
+        with pytest.raises(OSError, match="No space left"):
+            metrics.write(row(0))
+        metrics.close()
+    metrics.close()
+    assert "the last lines of /dev/full are lost: No space left on device" in capsys.readouterr().err
 
 
 def test_a_torn_last_line_is_left_out_and_the_next_run_starts_a_line(tmp_path: Path) -> None:

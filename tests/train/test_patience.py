@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -12,11 +13,11 @@ from unittest import mock
 
 import pytest
 
-from plait.checkpoint import disk
+from plait.checkpoint import disk, steps
 from plait.checkpoint.phases import SAVING
 from plait.comm.world import World
 from plait.core.config import dump
-from plait.core.errors import SaveError
+from plait.core.errors import ConfigError, SaveError
 from plait.train.events_log import EVENTS, read
 from plait.train.run import prepare
 from plait.train.step import Steps, Taken
@@ -108,6 +109,36 @@ def test_the_end_of_a_command_does_not_hang_on_a_dead_disk(tokens: Path, tmp_pat
     )
     assert done.returncode == SaveError.exit_code == 8, done.stderr
     assert "the state after 1 steps could not be saved" in done.stderr
+
+
+def test_without_room_a_run_does_not_begin_but_goes_on(
+    tokens: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A new run is told at once what is missing. One that goes on trains, tries each save, and saves once it can."""
+    run = (*RUN, "train.steps=4", "checkpoint.timeout=60")
+    train(prepare(config(tokens, tmp_path / "run", *run, "train.steps=2")), World.alone(), as_json=True)
+    capfd.readouterr()
+    missing = r"takes 0\.\d+ MB, .*checkpoints has room for 0\.001 MB: 0\.\d+ MB are missing"
+    with monkeypatch.context() as patch:
+        patch.setattr(steps, "free_bytes", lambda _: 1000)
+        with pytest.raises(ConfigError, match=f"{missing}; make room, or name another folder"):
+            train(prepare(config(tokens, tmp_path / "new", *run)), World.alone(), as_json=True)
+        on = prepare(config(tokens, tmp_path / "run", *run, "run.resume=true"))
+        with pytest.raises(SaveError, match="the state after 4 steps could not be saved"):
+            train(on, World.alone(), as_json=True)
+    said = capfd.readouterr().err.splitlines()
+    assert re.search(f"{missing}; the run goes on, and each save is tried", said[0])
+    assert all(re.search(f"checkpoint of step 4: .*{missing}", line) for line in said[1:])
+    assert len((tmp_path / "run/metrics.jsonl").read_text().splitlines()) == 4
+    train(on, World.alone(), as_json=True)
+    assert (tmp_path / "run/checkpoints/step-00000004").is_dir()
+
+
+def test_a_disk_without_a_byte_is_one_without_room(tmp_path: Path) -> None:
+    with mock.patch.object(Path, "write_bytes", side_effect=OSError(28, os.strerror(28))):
+        with pytest.raises(ConfigError, match="cannot be written"):
+            steps.check_folder(tmp_path, 10)
+        assert "has room for 0.000 MB: 2.000 MB are missing" in str(steps.check_folder(tmp_path, 2_000_000, full=True))
 
 
 @pytest.mark.parametrize("failures", [1, 2])

@@ -181,9 +181,8 @@ class _Commit:
             need = sum(rows[rank]["bytes"] for rank in here)
             need += sum(stream.bytes for stream in self._streams if stream.target in here)
             free = min(rows[rank]["free"] for rank in here)
-            if trouble is None and need > free:
-                where = f"{rows[here[0]]['folder']}" + (f" of host {host}" if self._place.spread is not None else "")
-                trouble = f"it takes {need / 1e9:,.3f} GB, and {where} has room for {free / 1e9:,.3f} GB"
+            where = f"{rows[here[0]]['folder']}" + (f" of host {host}" if self._place.spread is not None else "")
+            trouble = trouble or steps.no_room(need, free, where)
         if trouble is not None:
             self._drop()
             raise _FailedError(trouble)

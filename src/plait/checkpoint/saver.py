@@ -51,7 +51,8 @@ class Saver:
     ``asynchronous``: `save` returns after the copy. ``need``: bytes that a checkpoint of all ranks will take.
     ``spread``: ``folder`` is one host's memory, of which the last save alone stays, on two hosts.
     ``probe``: told of every phase boundary (`PHASES`), for tests. ConfigError where ``folder`` cannot be written, or
-    has no room for ``need``, so that it is known at the start.
+    has no room for ``need``, so that it is known at the start; a run that is ``going_on`` has begun, and may find room
+    until its next save: `lacking` then says what is missing.
 
     A save that fails is told by `poll` and `drain`, never raised: the run goes on, and the next save is tried.
     """
@@ -66,12 +67,13 @@ class Saver:
         keep_every: int = 0,
         asynchronous: bool = True,
         need: int = 0,
+        going_on: bool = False,
         spread: Spread | None = None,
         probe: Probe = _unseen,
     ) -> None:
         if keep < 1 or keep_every < 0:
             raise ConfigError(f"[checkpoint] keep = {keep} has to be at least 1, keep_every = {keep_every} at least 0")
-        check_folder(folder, need)
+        self.lacking = check_folder(folder, need, full=going_on)
         self._place = Place(
             folder=folder, rank=rank, group=group, keep=keep, keep_every=keep_every, spread=spread, probe=self._passed
         )

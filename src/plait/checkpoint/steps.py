@@ -7,6 +7,7 @@ or left by a run that died; any other ending is somebody else's.
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import secrets
@@ -80,8 +81,23 @@ def free_bytes(folder: Path) -> int:
     return disk.f_bavail * disk.f_frsize
 
 
-def check_folder(folder: Path, need: int = 0) -> None:
-    """Make ``folder`` and try it: ConfigError where it cannot be written, or has less than ``need`` bytes of room."""
+def amount(count: float) -> str:
+    """So many bytes, as a person reads them."""
+    return f"{count / 1e9:,.3f} GB" if count >= 1e9 else f"{count / 1e6:,.3f} MB"
+
+
+def no_room(need: int, free: int, where: str) -> str | None:
+    """What to say where ``need`` bytes are more than the ``free`` ones; None where they are not."""
+    if need <= free:
+        return None
+    return f"a checkpoint takes {amount(need)}, {where} has room for {amount(free)}: {amount(need - free)} are missing"
+
+
+def check_folder(folder: Path, need: int = 0, *, full: bool = False) -> str | None:
+    """Make ``folder`` and try it: ConfigError where it cannot be written, or has less than ``need`` bytes of room.
+
+    ``full``: a disk without room is no error; what is missing is returned in words, None where nothing is.
+    """
     probe = folder / f".{os.getpid()}-{secrets.token_hex(4)}.tmp"
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -89,12 +105,14 @@ def check_folder(folder: Path, need: int = 0) -> None:
         probe.unlink()
         free = free_bytes(folder)
     except OSError as error:
+        if full and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            probe.unlink(missing_ok=True)
+            return no_room(max(need, 1), 0, str(folder))
         raise ConfigError(f"checkpoints cannot be written to {folder}: {error.strerror}") from error
-    if free < need:
-        raise ConfigError(
-            f"a checkpoint takes {need / 1e9:,.3f} GB, {folder} has room for {free / 1e9:,.3f} GB: make room, or name "
-            "another folder"
-        )
+    lacking = no_room(need, free, str(folder))
+    if lacking is not None and not full:
+        raise ConfigError(f"{lacking}; make room, or name another folder")
+    return lacking
 
 
 def clean(folder: Path) -> None:

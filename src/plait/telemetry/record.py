@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -69,8 +70,11 @@ class Metrics:
         self._file.flush()
 
     def close(self) -> None:
-        """Close the file; a second call does nothing."""
-        self._file.close()
+        """Close the file; a second call does nothing. What a full disk has kept back until now is lost, and said."""
+        try:
+            self._file.close()
+        except OSError as error:
+            print(f"plait: warning: the last lines of {self._file.name} are lost: {error.strerror}", file=sys.stderr)
 
     def __enter__(self) -> Metrics:
         return self

@@ -181,6 +181,16 @@ def _taken_away(path: Path, text: str) -> bool:
         aside.unlink(missing_ok=True)
 
 
+def write_whole(path: Path, text: str) -> None:
+    """Make file ``path`` hold ``text``; what it held before stays where that fails with an OSError (a full disk)."""
+    draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        draft.write_text(text, encoding="utf-8")
+        draft.replace(path)
+    finally:
+        draft.unlink(missing_ok=True)
+
+
 @contextmanager
 def private(prefix: str, parent: Path | None = None) -> Iterator[Path]:
     """A folder of this process alone in ``parent`` (None: the temporary folder), gone when it ends.

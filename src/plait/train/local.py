@@ -248,7 +248,8 @@ def _failure(ended: Sequence[Ended], pids: Sequence[int], folder: Path) -> Excep
     hint, known = "its last words, if any, are above", f"it ended with exit code {first.code}"
     if first.report is not None:
         code, cause = int(first.report["exit_code"]), "error"
-        trace = "" if code in (ConfigError.exit_code, PlanError.exit_code) else str(first.report["trace"])
+        explained = code in (ConfigError.exit_code, PlanError.exit_code, SaveError.exit_code)
+        trace = "" if explained else str(first.report["trace"])
         text, known = f"{who} failed: {first.report['summary']}", "it failed"
         late = flight.suspect(_flights(folder, processes))
         if code == RankError.exit_code and late is not None and late not in {one.rank for one in ended}:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 
 from plait.core.errors import PlanError
 from plait.core.topology import Topology
@@ -13,6 +14,7 @@ from plait.planner.local import practice
 from plait.planner.memory import memory
 from plait.telemetry.report import PREDICTION
 from plait.train.auto import device_of, machine
+from plait.train.folder import write_whole
 from plait.train.measure import axis_of
 from plait.train.run import Setup
 
@@ -65,7 +67,10 @@ def write_promise(setup: Setup) -> None:
         found = promise(setup, topology)
     except PlanError:
         return
-    (folder / PREDICTION).write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    try:
+        write_whole(folder / PREDICTION, json.dumps(found, indent=1) + "\n")
+    except OSError as error:  # no reason to end a run
+        print(f"plait: warning: {folder / PREDICTION} cannot be written: {error.strerror}", file=sys.stderr)
 
 
 def _sent(job: Job) -> dict[str, int]:

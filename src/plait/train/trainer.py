@@ -16,14 +16,14 @@ from rich.console import Console
 
 from plait.comm.world import World
 from plait.core.config import Config, dump, loads
-from plait.core.errors import ConfigError, PlanError, RankError, SaveError
+from plait.core.errors import ConfigError, PlanError, RankError, SaveError, WeightsError
 from plait.parallel.apply import Parallel
 from plait.parallel.precision import fp8_reason
 from plait.telemetry.record import EVAL_KEY, Metrics, Recorder, write_trace
 from plait.train.data import Samples
 from plait.train.elastic import rejoined
 from plait.train.exchange import make_tokens, shared_folder, write_weights
-from plait.train.folder import claimed
+from plait.train.folder import claimed, write_whole
 from plait.train.heartbeat import Heartbeat
 from plait.train.launch import Place, Worker, launch, placed
 from plait.train.measure import Meter, device_facts, process_bytes
@@ -174,7 +174,12 @@ def train_cut(
         warn(chief, *keeper.warnings())
         if keeper.stands:  # the weights' folder may well be on the same disk
             raise SaveError(unsaved(step))
-        write_weights(folder / "weights", world, setup.model, parallel.zero)
+        try:
+            write_weights(folder / "weights", world, setup.model, parallel.zero)
+        except WeightsError as error:
+            if saved:
+                raise
+            raise SaveError(f"{unsaved(step)}; its weights could not be written either: {error}") from error
         if row:
             show.done(folder)
         else:
@@ -224,7 +229,10 @@ def trace(folder: Path, meter: Meter, chief: bool) -> None:
     """Write the last step's spans of all ranks to ``trace.json``; collective."""
     events = meter.events()
     if chief:
-        write_trace(folder / "trace.json", events)
+        try:
+            write_trace(folder / "trace.json", events)
+        except ConfigError as error:  # no reason to end a run
+            warn(True, str(error))
 
 
 def warn(chief: bool, *lines: str | None) -> None:
@@ -257,8 +265,10 @@ def write_facts(setup: Setup, folder: Path, facts: dict[str, object]) -> None:
         "plan.toml": setup.plan.to_toml(),
         "device.json": json.dumps({"ranks": setup.world_size, **facts}, indent=1) + "\n",
     }
-    try:
-        for name, text in texts.items():
-            (folder / name).write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"run.dir = {folder} cannot be written: {error}") from error
+    for name, text in texts.items():
+        try:
+            write_whole(folder / name, text)
+        except OSError as error:
+            if not (setup.config.run.resume and (folder / name).exists()):
+                raise ConfigError(f"run.dir = {folder} cannot be written: {error}") from error
+            warn(True, f"{folder / name} stays as it was: {error.strerror}")
