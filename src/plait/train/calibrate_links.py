@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import cycle
 from statistics import quantiles
 from time import perf_counter, process_time, sleep
 
 import torch
+from torch import Tensor
 
 from plait.comm.group import Group, Pending
 from plait.comm.world import World
@@ -27,6 +29,8 @@ _WARM = 2
 _WINDOWS = 2
 _SLEEP = 0.2
 _LONG = 1 << 20
+_COLD, _CACHE = 4 << 20, 64 << 20
+"""Bytes of an operation that is taken to find its tensor in memory, and of more tensors than caches hold."""
 
 
 def partitions(hosts: Sequence[Sequence[int]]) -> Iterator[tuple[str, list[tuple[int, ...]]]]:
@@ -55,18 +59,25 @@ def collectives(world: World, tier: str, group: Group, sizes: Sequence[int], rep
     found = []
     for size in sizes:
         count = size // 4 // group.size * group.size
-        whole = torch.zeros(count, device=world.device)
-        part = whole[: count // group.size].clone()
-        calls = {
-            "all_reduce": partial(group.all_reduce, whole),
-            "all_gather": partial(group.all_gather, part, whole),
-            "reduce_scatter": partial(group.reduce_scatter, whole, part),
-            "all_to_all": partial(group.all_to_all, whole),
-        }
+        # Activations are sent while they are in a cache; weights and gradients, whose messages are long, come from
+        # memory: those take turns.
+        copies = 1 if world.device.type == "cuda" or size < _COLD else -(-_CACHE // size)
+        wholes = cycle([torch.ones(count, device=world.device) for _ in range(copies)])
+        part = torch.ones(count // group.size, device=world.device)
         for op in COLLECTIVES:
-            seconds = _together(world, calls[op], repeats if size < _LONG else max(2, repeats // 4))
-            found.append(CommPoint(op=op, tier=tier, ranks=group.size, size=float(whole.nbytes), seconds=seconds))
+            call = partial(_call, op, group, wholes, part)
+            seconds = _together(world, call, repeats if size < _LONG else max(2, repeats // 4))
+            found.append(CommPoint(op=op, tier=tier, ranks=group.size, size=float(4 * count), seconds=seconds))
     return found
+
+
+def _call(op: str, group: Group, wholes: Iterator[Tensor], part: Tensor) -> Pending:
+    whole = next(wholes)
+    if op == "all_gather":
+        return group.all_gather(part, whole)
+    if op == "reduce_scatter":
+        return group.reduce_scatter(whole, part)
+    return group.all_reduce(whole) if op == "all_reduce" else group.all_to_all(whole)
 
 
 def messages(
