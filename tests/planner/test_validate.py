@@ -46,6 +46,9 @@ def test_a_report(tmp_path: Path) -> None:
     assert report.time.all.n == 3 and report.memory.all.n == 2
     assert report.time.by["source"].keys() == {"somewhere"}
     assert report.time.by["model"]["dense"] == report.time.all
+    assert report.time.by["fit"] == {"held out": report.time.all} and "fit" not in report.memory.by
+    assert report.time.covered["held out"] == report.time.covered["dense_nodes"] == (3, report.time.inside)
+    assert report.memory.covered == {}
     (miss,) = [miss for miss in report.time.worst if miss.id == "somewhere/a"]
     assert miss.measured == 2.0 and miss.error == pytest.approx(miss.predicted / 2.0 - 1)
     assert report.spearman["somewhere"][0] == 3

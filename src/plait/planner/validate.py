@@ -16,7 +16,8 @@ from statistics import fmean, median
 import numpy as np
 
 from plait.core.errors import PlaitError
-from plait.planner.cost import predict
+from plait.planner.constants import FIT_SOURCES
+from plait.planner.cost import kind_of, predict
 from plait.planner.job import Job
 from plait.planner.memory import memory as predict_memory
 from plait.planner.published import Row, job_of, memory_rank, notes, rows
@@ -55,10 +56,12 @@ class Section:
 
     all: Errors
     by: Mapping[str, Mapping[str, Errors]]
-    """Source, device, model, schedule -> its values -> errors."""
+    """Source, whether it was fitted on, device, model, schedule, nodes -> its values -> errors."""
     worst: tuple[Miss, ...]
     inside: float | None
     """Share of measurements within the predicted interval."""
+    covered: Mapping[str, tuple[int, float]]
+    """Kind of job, and whether its source was fitted on -> (configurations, the same share)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -196,6 +199,8 @@ def _section(found: Sequence[tuple[_Case, Miss]]) -> Section | None:
         "schedule": lambda case: "none" if case.job.plan.pp == 1 else str(case.row.layout["schedule"]),
         "nodes": lambda case: "one" if len(case.job.topology.tiers) == 1 else "several",
     }
+    if any(miss.inside is not None for _, miss in found):
+        kinds["fit"] = _fitted  # of constants of the time model
     by: dict[str, dict[str, Errors]] = {}
     for kind, name_of in kinds.items():
         groups: dict[str, list[float]] = {}
@@ -203,12 +208,22 @@ def _section(found: Sequence[tuple[_Case, Miss]]) -> Section | None:
             groups.setdefault(name_of(case), []).append(miss.error)
         by[kind] = {name: errors_of(values) for name, values in sorted(groups.items())}
     inside = [miss.inside for _, miss in found if miss.inside is not None]
+    covered: dict[str, list[bool]] = {}
+    for case, miss in found:
+        if miss.inside is not None:
+            for name in (_fitted(case), kind_of(case.job)):
+                covered.setdefault(name, []).append(miss.inside)
     return Section(
         all=errors_of([miss.error for _, miss in found]),
         by=by,
         worst=tuple(sorted((miss for _, miss in found), key=lambda miss: -abs(miss.error))[:WORST]),
         inside=fmean(inside) if inside else None,
+        covered={name: (len(hits), fmean(hits)) for name, hits in sorted(covered.items())},
     )
+
+
+def _fitted(case: _Case) -> str:
+    return "fitted on" if case.row.source in FIT_SOURCES else "held out"
 
 
 def _rankings(timed: Sequence[tuple[_Case, Miss]]) -> dict[str, tuple[int, float, float]]:

@@ -58,7 +58,10 @@ def _section(title: str, section: Section, unit: str, console: Console) -> None:
             _row(table, f"{kind} {name}", errors)
     console.print(table)
     if section.inside is not None:
-        console.print(f"{section.inside:.0%} of the measurements lie in the predicted interval")
+        shares = ", ".join(f"{name} {share:.0%} of {count}" for name, (count, share) in section.covered.items())
+        console.print(
+            f"{section.inside:.0%} of the measurements lie in the predicted interval: {shares}", soft_wrap=True
+        )
     worst = _table(f"{title}: the worst", "configuration", f"measured {unit}", f"predicted {unit}", "error")
     scale = GIB if unit == "GiB" else 1.0
     for miss in section.worst[:_SHOWN]:
