@@ -40,7 +40,7 @@ RANK = f"{os.path.abspath(__file__)}:run_rank"
 SLOW = "slow.json"
 SETTINGS = (
     "model.preset=tiny model.hidden_size=256 model.ffn_size=704 model.num_layers=16 data.seq=128 train.global_batch=8 "
-    "train.eval_every=0 optimizer.schedule=constant run.threads=1 run.device=cpu plan.tp=1"
+    "train.eval_every=0 optimizer.schedule=constant run.threads=1 run.device=cpu plan.tp=1 plan.micro=1"
 )
 KINDS = ("even", "fixed", "moving")
 AGREE = 1e-5
