@@ -20,6 +20,7 @@ from plait.core.plan import Plan, cut_stages
 from plait.core.topology import Topology
 from plait.models.config import ModelConfig
 from plait.parallel.layout import model_shape, stage_layers
+from plait.planner.conflict import conflict
 from plait.planner.job import PLAIT, Job, Practice
 
 SCHEDULES: Final = ("1f1b", "interleaved", "gpipe", "zb-h1", "zb-h2", "zb-v", "dualpipe-v")
@@ -220,6 +221,8 @@ def legal(request: Request, plan: Plan) -> bool:
 def require_some(request: Request, found: bool) -> None:
     """PlanError where no plan at all is legal, before memory is looked at."""
     if not found:
+        if reason := conflict(request):
+            raise PlanError(reason)
         fixed = " ".join(f"{name}={value}" for name, value in request.fix.items())
         raise PlanError(
             f"no plan cuts this model over {request.world_size} ranks for a global batch of {request.global_batch}"
