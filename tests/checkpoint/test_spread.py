@@ -6,7 +6,9 @@ import errno
 import os
 import queue
 import shutil
+import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +17,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from plait.checkpoint import relay, union
-from plait.checkpoint.commit import Saved
+from plait.checkpoint.commit import Place, Saved, commit
 from plait.checkpoint.manifest import MANIFEST
 from plait.checkpoint.relay import Stream, batches
 from plait.checkpoint.saver import Saver
 from plait.checkpoint.spread import Hosts, Spread
 from plait.checkpoint.steps import committed
 from plait.checkpoint.union import Whole
+from plait.checkpoint.writer import Host
 from plait.core.errors import RankError, WeightsError
 from tests.checkpoint.ranks import OneThread, assert_state, snapshot, together
 
@@ -36,6 +39,8 @@ class Post:
     def __init__(self) -> None:
         self.boxes: dict[tuple[int, int], queue.Queue[bytes]] = {}
         self.bytes = 0
+        self.over = threading.Event()
+        """A rank has died: nobody waits for it."""
 
     def of(self, rank: int) -> Line:
         return Line(self, rank)
@@ -55,7 +60,11 @@ class Line:
 
     def receive(self, out: memoryview, source: int) -> Callable[[], None]:
         def wait() -> None:
-            out[:] = self._post.box(source, self._rank).get(timeout=20)
+            while not self._post.over.is_set():
+                with suppress(queue.Empty):
+                    out[:] = self._post.box(source, self._rank).get(timeout=0.02)
+                    return
+            raise RankError("a rank has died")
 
         return wait
 
@@ -209,6 +218,52 @@ def test_two_saves_are_never_mixed(saved: Path, tmp_path: Path) -> None:
     assert whole is not None
     assert whole.step == 2
     assert ["step-00000003 in memory is not whole" in line for line in passed] == [True]
+
+
+class Killed(BaseException):
+    """What ends a rank where it stands."""
+
+
+BEFORE = ("begin.folder", "file.half", "write.done", "write.agree")
+MEANWHILE = ("manifest.written", "commit.checked", "commit.renamed", "end.agree")
+"""Other hosts may have given their folders their names then, or not."""
+AFTER = ("latest.written", "prune.renamed", "prune.removed", "prune.end")
+
+
+@pytest.mark.parametrize("phase", [*BEFORE, *MEANWHILE, *AFTER])
+def test_a_rank_killed_in_a_save_leaves_one_that_is_whole(saved: Path, tmp_path: Path, phase: str) -> None:
+    """The first rank of a host, which names its folder: also where its host is lost with it, or another."""
+    for killed in (0, 2) if phase != "begin.folder" else (0,):  # the draft is named by the first of all
+        root = tmp_path / f"{killed}"
+        shutil.copytree(saved, root)
+        with pytest.raises(Killed):
+            save_until(root, killed, phase)
+        for lost in (None, 0, 1):
+            left = tmp_path / f"{killed}-{lost}"
+            shutil.copytree(root, left)
+            if lost is not None:
+                shutil.rmtree(left / str(lost))
+            whole, _ = newest(left)
+            assert whole is not None
+            assert whole.step in ({2} if phase in BEFORE else {3} if phase in AFTER else {2, 3})
+            assert_state(fetch(left, whole, 4), whole.step)
+
+
+def save_until(root: Path, killed: int, phase: str) -> None:
+    """Save step 3, and end the rank ``killed`` at ``phase``."""
+    post = Post()
+
+    def one(rank: int, folder: Path, spread: Spread, group: OneThread) -> None:
+        def probe(passed: str) -> None:
+            if (rank, passed) == (killed, phase):
+                post.over.set()
+                raise Killed
+
+        place = Place(folder=folder, rank=rank, group=group, keep=1, keep_every=0, spread=spread, probe=probe)
+        copied = Host().copy(snapshot(rank, RANKS, 3), rank, private=True, hosts=HOSTS)
+        commit(3, copied, place, 0.0)
+
+    on_hosts(root, one, post)
 
 
 def test_no_room_on_one_host_fails_the_save_on_all(

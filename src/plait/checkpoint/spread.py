@@ -99,21 +99,26 @@ def parts(pieces: Sequence[Piece], rank: int, hosts: Hosts | None) -> list[Part]
     runs = share(pieces, rank)
     if hosts is None:
         return [Part(file=file_name(rank), runs=tuple(runs))]
+    groups = {piece.replicas for piece in pieces}
+    twins = {group: hosts.twin(rank, group) for group in groups}
     by_twin: dict[int | None, list[Run]] = {None: []}
     for run in runs:
-        by_twin.setdefault(hosts.twin(rank, pieces[run.piece].replicas), []).append(run)
+        by_twin.setdefault(twins[pieces[run.piece].replicas], []).append(run)
     found = [
         Part(file=file_name(rank, twin), runs=_ordered(pieces, mine), to=hosts.peer(rank) if twin is None else None)
         for twin, mine in by_twin.items()
     ]
-    others = {one for piece in pieces for one in piece.replicas if hosts.of[one] != hosts.of[rank]}
-    for other in sorted(others):
-        held = [index for index, piece in enumerate(pieces) if other in piece.replicas]
-        # It shares out what these ranks hold as the other does: they hold the same pieces.
+    served: dict[int, set[tuple[int, ...]]] = {}
+    for group in groups:
+        for other in group:
+            if hosts.of[other] != hosts.of[rank] and hosts.twin(other, group) == rank:
+                served.setdefault(other, set()).add(group)
+    for other, shared in sorted(served.items()):
+        # What a group of ranks holds is shared out among them apart from all else, and all of them come to the same.
+        held = [index for index, piece in enumerate(pieces) if piece.replicas in shared]
         theirs = [
             Run(piece=held[run.piece], box=run.box, start=run.start)
             for run in share([pieces[index] for index in held], other)
-            if hosts.twin(other, pieces[held[run.piece]].replicas) == rank
         ]
         if theirs:
             found.append(Part(file=file_name(other, rank), runs=_ordered(pieces, theirs), copy=True))

@@ -72,7 +72,11 @@ def agree_whole(folder: Path, rank: int, hosts: Hosts, group: Agreement) -> tupl
 
 def _listing(folder: Path) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
-    for entry in steps.committed(folder):
+    try:
+        entries = steps.committed(folder)
+    except WeightsError as error:
+        return [{"name": "", "error": str(error)}]
+    for entry in entries:
         row: dict[str, Any] = {"name": entry.path.name, "error": ""}
         try:
             text = disk.read_plain(entry.path / MANIFEST, LIMIT)
