@@ -11,19 +11,15 @@ from __future__ import annotations
 import os
 import re
 import socket
-import sys
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-
-import numpy
 
 from plait.core.cache import cache_folder
 from plait.core.cluster_file import load
 from plait.core.errors import ConfigError
 from plait.core.fields import nearest_names
 from plait.core.topology import Device, Tier, Topology
+from plait.planner.host import estimate
 
 NETWORK_DEVICES = 1 << 20
 """Devices that the outermost tier of a preset can hold."""
@@ -195,7 +191,7 @@ def device(name: str) -> Device:
 def local(devices: int) -> Topology:
     """This machine: its cluster file where `plait calibrate` has written one, else a quick estimate of its cores."""
     path = local_path()
-    return load(path).with_devices(devices) if path.is_file() else _estimate(devices)
+    return load(path).with_devices(devices) if path.is_file() else estimate(devices)
 
 
 def local_path() -> Path:
@@ -215,45 +211,3 @@ def _from_preset(name: str, preset: _Preset, devices: int) -> Topology:
     reach = -(-max(NETWORK_DEVICES, devices) // preset.domain) * preset.domain
     far = Tier(name=preset.slow, size=reach, bandwidth=preset.inter, latency=preset.far, source=source)
     return Topology(name=name, device=preset.device, devices=devices, tiers=(near, far), source=source)
-
-
-def _estimate(devices: int) -> Topology:
-    """A CPU that nobody calibrated: one product of numpy for the rate, a copy for the memory, gloo's usual cost of
-    100 us a message and 1 GB/s. Right within a factor of two; `plait calibrate` does better."""
-    size = 512
-    a = numpy.ones((size, size), dtype=numpy.float32)
-    product = min(_timed(lambda: a @ a) for _ in range(5))
-    source = numpy.ones(1 << 22, dtype=numpy.float32)
-    target = numpy.empty_like(source)
-    copied = min(_timed(lambda: numpy.copyto(target, source)) for _ in range(5))
-    rate, moved = 2.0 * size**3 / product / devices, 2.0 * source.nbytes / copied / devices
-    share = Device(
-        name="cpu",
-        memory=host_memory() / devices,
-        peaks={"fp32": rate, "bf16": rate / 2, "fp16": rate / 2},
-        bandwidth=moved,
-        kind="cpu",
-        source="estimated",
-    )
-    tier = Tier(name="host", size=max(2, devices), bandwidth=1e9, latency=1e-4, source="estimated")
-    note = "estimated; plait calibrate measures"
-    return Topology(name="local", device=share, devices=devices, tiers=(tier,), cores=cores(), source=note)
-
-
-def cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
-
-
-def host_memory() -> float:
-    """Bytes of this machine's memory, or of what its control group allows this process."""
-    installed = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
-    limit = Path("/sys/fs/cgroup/memory.max")
-    text = limit.read_text(encoding="ascii").strip() if limit.is_file() else "max"
-    return min(installed, float(text)) if text.isdigit() else installed
-
-
-def _timed(work: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    work()
-    return time.perf_counter() - start

@@ -72,6 +72,7 @@ class Constant:
 
 _CROSSED = "residuals of all sources, alike; leaving out one at a time covers 80% of it in the mean"
 _CALIB = "calib_gemm_sdpa_simumax.json"
+_CPU = "plait calibrate on two cores of a Zen 4 EPYC"
 _NCCL = "calib_nccl_allreduce_vtrain.json, hardware.json"
 
 
@@ -162,7 +163,6 @@ CONSTANTS: Mapping[str, Constant] = {
     # --- host
     "launch": _c(26e-6, "s", "host time of one operator", "vtrain_a100"),
     "launch.TPU": _c(0.0, "s", "host time of one operator: compiled programs", "definition"),
-    "launch.cpu": _c(0.0, "s", "host time of one operator: in its own time", "definition"),
     "pace": _c(1.0, "1", "host time of an operator under a framework, relative to `launch`", "definition"),
     "pace.megatron-deepspeed-profiled": _c(4.3, "1", "the same, its engine's hooks under a tracer", "vtrain_a100"),
     "pace.megatron-deepspeed": _c(
@@ -212,6 +212,12 @@ CONSTANTS: Mapping[str, Constant] = {
     "host_link.TPU": _c(16e9, "bytes/s", "the same", "jax-ml/scaling-book, tpus.md"),
     "host_link.TPU-V6E": _c(32e9, "bytes/s", "the same", "jax-ml/scaling-book, tpus.md"),
     # --- overlap
+    # --- CPUs without a calibration
+    "flash_forward.cpu": _c(0.5, "of peak", "torch's attention in fp32, long sequences", _CPU),
+    "flash_backward.cpu": _c(0.47, "of peak", "the same, backward", _CPU),
+    "flash_rows.cpu": _c(64, "tokens", "sequence at which attention loses half of its rate", _CPU),
+    "memory_share.cpu": _c(0.3, "of a copy", "memory-bound operators in a step, on fresh memory", _CPU),
+    "launch.cpu": _c(3e-6, "s", "host time of one operator, added to its own", _CPU),
     "contention": _c(0.25, "s/s", "slowing of compute by communication beside it", "llm_foundry_mpt"),
     "contention.TPU": _c(0.0, "s/s", "the same on a TPU, whose DMA engines send", "definition"),
     "contention.cpu": _c(1.0, "s/s", "the same on a CPU, whose cores do both", "definition"),

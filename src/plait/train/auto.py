@@ -8,7 +8,8 @@ from plait.core.config import Config
 from plait.core.errors import ConfigError, PlanError
 from plait.core.topology import Topology
 from plait.planner.calibrate import known_device
-from plait.planner.clusters import cluster, cores, local_path, presets
+from plait.planner.clusters import cluster, local_path, presets
+from plait.planner.host import cores
 from plait.planner.local import practice
 from plait.planner.search import search
 from plait.train.run import model_config
@@ -53,7 +54,7 @@ def planned(config: Config, *, ranks: int | None = None, alone: bool = True) -> 
                 f"{found.nearest.memory.fullest.peak / 2**30:.1f} GiB of {topology.device.memory / 2**30:.1f}"
             )
         )
-        raise PlanError(f'plan = "auto": no plan for {size} ranks fits into their memory{near}')
+        raise PlanError(f'plan = "auto": no plan for {counted(size, "rank")} fits into their memory{near}')
     return dataclasses.replace(config, plan=found.best.plan, auto=None)
 
 

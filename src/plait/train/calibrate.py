@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import platform
 import socket
 import sys
 import tempfile
@@ -28,7 +27,8 @@ from plait.core.errors import ConfigError
 from plait.core.mesh import Mesh
 from plait.core.topology import CommPoint, Device, Measured, Tier, Topology
 from plait.planner.calibrate import best, fit_tier, in_steps, joined, known_device, peaks
-from plait.planner.clusters import host_memory, local_path
+from plait.planner.clusters import local_path
+from plait.planner.host import cpu_name, host_memory
 from plait.planner.local import doubt
 from plait.train import calibrate_kernels as kernels
 from plait.train import calibrate_links as links
@@ -247,7 +247,7 @@ def _device(world: World, measured: Measured, ranks_here: int, source: str) -> D
     bandwidth = measured.bandwidth or _NOT_MEASURED
     if world.device.type == "cpu":
         return Device(
-            name=_cpu_name(),
+            name=cpu_name(),
             memory=host_memory() / ranks_here,
             peaks=rates,
             bandwidth=bandwidth,
@@ -260,10 +260,3 @@ def _device(world: World, measured: Measured, ranks_here: int, source: str) -> D
     if sheet is not None:
         return dataclasses.replace(sheet, memory=memory)
     return Device(name=facts.name, memory=memory, peaks=rates, bandwidth=bandwidth, source=source)
-
-
-def _cpu_name() -> str:
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text(encoding="utf-8", errors="replace").splitlines() if info.is_file() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
