@@ -198,7 +198,8 @@ def _plan(row: Row) -> Plan:
         zero_group=None if group is None or group >= ranks else group,
         precision="fp8" if row.precision in ("fp8", "mxfp8", "nvfp4") else row.precision,
         recompute=_recompute(row),
-        sequence_parallel=None if layout["tp"] == 1 else layout["sequence_parallel"],
+        # MaxText cuts the residual's features over its tensor axis: as much as a cut of tokens.
+        sequence_parallel=None if layout["tp"] == 1 else layout["sequence_parallel"] or row.source == "maxtext_tpu",
     )
     return replace(plan, stages=_stages(row, plan.stage_count))
 
