@@ -256,7 +256,7 @@ def test_405b_on_16384_devices_is_planned_in_seconds() -> None:
 
 
 def test_a_thousand_billion_parameters_of_experts_are_planned_in_seconds() -> None:
-    """On 4,096 devices. Aim 5 s (docs/planning.md has the figure)."""
+    """On 4,096 devices; so many cells that a few kinds are left out. Aim 5 s (docs/planning.md has the figure)."""
     model = ModelConfig(
         family="qwen3_moe",
         vocab_size=151936,
@@ -271,8 +271,9 @@ def test_a_thousand_billion_parameters_of_experts_are_planned_in_seconds() -> No
     )
     before = time.process_time()
     found = search(model, cluster("h100", 4096), world_size=4096, seq=4096, global_batch=4096, top=1, losers=False)
-    assert time.process_time() - before < 20
+    assert time.process_time() - before < 10
     assert found.best is not None
+    assert "tp without sequence parallelism" in found.narrowed
     assert found.considered > 1_000_000
 
 

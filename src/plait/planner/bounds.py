@@ -8,8 +8,6 @@ model says of the cell's layers, through the pipeline.
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -20,13 +18,14 @@ import numpy as np
 
 from plait.core.plan import Plan
 from plait.planner.cell_bounds import CellBounds
+from plait.planner.cell_seconds import CellSeconds
+from plait.planner.chains import SIMULATED, Chains
+from plait.planner.cost import stage_costs
 from plait.planner.leaves import Leaf, Leaves
-from plait.planner.ops import Slice
-from plait.planner.pace import launch_of
 from plait.planner.pipes import Floats, Pipe, Pipes
 from plait.planner.room import Peak, Room
-from plait.planner.space import MODES, Cell, Form, Request, meshes, pipeline_sizes, pipelines, plan_of, stage_cuts
-from plait.planner.stages import Spent, end_times, layer_times, machine_of, slice_of
+from plait.planner.space import MODES, Cell, Request, meshes, pipeline_sizes, pipelines, stage_cuts
+from plait.planner.stages import machine_of
 from plait.planner.tails import ROUNDING, Tails
 from plait.planner.wires import Group, collective
 
@@ -76,20 +75,22 @@ class Bounds:
         self._modes = list(MODES) if request.fix.get("recompute") is None else [str(request.fix["recompute"])]
         self._pipes: Pipes | None = None
         self._sizes = pipeline_sizes(request)
+        self.chains = Chains()
+        self._each = CellSeconds(request, self._machine, self._kinds)
         self.tails = Tails(request, self._machine, self._constant)
         self.cells = CellBounds(
             request,
             self._machine,
             self.tails,
             kinds=Counter(kinds),
-            slices=self.slice,
+            slices=self._each.slice,
             constant=self._constant,
         )
 
     def lay(self, typical: Cell) -> int:
         """Fix the pipelines; stages that are cut anew are cut by the costs of ``typical``, a promising cell."""
         request = self.request
-        each = [sum(one) for one in zip(*self._phases(typical, "none"), strict=True)]
+        each = self._each.of(typical, "none").phases.sum(axis=0).tolist()
         costs = [each[number] for number in self._numbers]
         cuts = stage_cuts(request, costs, each[-2], each[-1])
         found: list[Pipe] = []
@@ -121,7 +122,7 @@ class Bounds:
         first = self._seconds(cell, modes[:1], counts, hop, table)
         if not (first.bounds.min(axis=(1, 2)) <= limit).any():
             return None
-        peak = self._room.peak(cell, self._plan(cell), counts, table.sent)
+        peak = self._room.peak(cell, self._each.plan(cell), counts, table.sent)
         fits = (peak.values <= self.request.memory) & (counts < np.inf)[:, None, None]
         if all_of_them:
             fits[:] = (peak.values < np.inf) & (counts < np.inf)[:, None, None]
@@ -130,19 +131,30 @@ class Bounds:
         if not (kept & (first.bounds[:, 0] <= limit)).any():
             return None
         timed = first if len(modes) == 1 else self._seconds(cell, modes, counts, hop, table)
-        relieved = np.full(fits[:, 0].shape, np.inf)
+        relieved, extra = np.full(fits[:, 0].shape, np.inf), np.zeros((len(timed.ranks), fits.shape[2]))
         if may:
             with np.errstate(invalid="ignore"):
-                relieved = self._relieved(peak, counts, timed) + timed.tails[:, 0]
+                relieved, extra = self._relieved(peak, counts, timed)
         bounds = np.where(fits, timed.bounds, np.inf)
-        return Leaves(cell, pipes, dps, modes, bounds=bounds, relieved=relieved, ranks=timed.ranks, tails=timed.tails)
+        return Leaves(
+            cell,
+            pipes,
+            dps,
+            modes,
+            bounds=bounds,
+            relieved=relieved,
+            extra=extra,
+            ranks=timed.ranks,
+            tails=timed.tails,
+        )
 
     def _seconds(self, cell: Cell, modes: Sequence[str], counts: Floats, hop: Floats, table: _Table) -> _Timed:
         """Of every form of ``cell``, at least."""
         pipes = self._pipes
         assert pipes is not None, "lay() comes first"
-        phases = [np.array(one).T for one in zip(*(self._phases(cell, mode) for mode in modes), strict=True)]
-        host = np.array([self._launched(cell, mode) for mode in modes]).T
+        each = [self._each.of(cell, mode) for mode in modes]
+        phases = np.array([one.phases for one in each]).transpose(1, 2, 0)
+        host = np.array([one.host for one in each]).T
         with np.errstate(invalid="ignore"):
             spans, ranks = pipes.seconds(counts, phases, hop, host, self._constant("pace_join"))
             # Under a rank that computes longer more is hidden, but no more than it is longer by.
@@ -150,10 +162,11 @@ class Bounds:
             tails = self.tails.seconds(sent, updates, counts, spans / counts[:, None])
             plain = spans + (counts * self._host)[:, None]
             bounds = np.nan_to_num(plain[:, :, None] * ROUNDING + tails, nan=np.inf)
-        return _Timed(bounds=bounds, plain=plain, ranks=ranks, tails=tails, each=sum(phases[1:], phases[0]))
+        return _Timed(bounds=bounds, plain=plain, ranks=ranks, tails=tails, each=phases.sum(axis=0))
 
-    def _relieved(self, peak: Peak, counts: Floats, timed: _Timed) -> Floats:
-        """Seconds at least once enough layers are recomputed [pipes, zeros]; infinite where all are too few."""
+    def _relieved(self, peak: Peak, counts: Floats, timed: _Timed) -> tuple[Floats, Floats]:
+        """Seconds at least once enough layers are recomputed [pipes, zeros], infinite where all are too few; and what
+        each rank recomputes in a microbatch [ranks, zeros]."""
         rows, kinds = peak.rows, len(self._kinds)
         spent, saved = timed.each[:kinds], peak.saved
         plain, ranks = timed.plain[:, 0], timed.ranks[:, 0]
@@ -169,22 +182,22 @@ class Bounds:
         idle = np.where(self._split, 0.0, 0.5 * np.maximum(0.0, fill))
         later = counts[:, None] * (np.maximum(most, busiest[:, None]) + self._host) + idle[:, None]
         fit = (peak.least <= self.request.memory) & (counts < np.inf)[:, None]
-        return np.where(fit, np.maximum(plain[:, None], later) * ROUNDING, np.inf)
+        recomputed = np.zeros((len(ranks), extra.shape[1]))
+        np.maximum.at(recomputed, rows.rank, extra)
+        seconds = np.maximum(plain[:, None], later) * ROUNDING + timed.tails[:, 0]
+        return np.where(fit, seconds, np.inf), recomputed
 
     def _by_size(self, cell: Cell, dps: Mapping[int, int]) -> _Table:
         """What a cell's number of pipeline ranks decides; infinite counts where there can be none."""
         request, sizes = self.request, self._sizes
         counts, hops = np.full(len(sizes), np.inf), np.zeros(len(sizes))
-        cut = self.slice(cell)
-        size = cut.width * cut.tokens * request.model.hidden_size / cell.tp
         for place, pp in enumerate(sizes):
             dp = dps.get(pp)
             experts = cell.ep * cell.etp
             if dp is None or request.global_batch % (cell.micro * dp) or dp * cell.cp * cell.tp % experts:
                 continue
             counts[place] = request.global_batch // (cell.micro * dp)
-            if pp > 1:
-                hops[place] = collective(self._machine, "p2p", size, Group(size=pp, stride=dp * cell.cp * cell.tp))
+            hops[place] = self._hop(cell, pp, dp)
         after = self.tails.of(cell)
         return _Table(counts=counts, hops=hops, sent=after.sent, updates=after.updates)
 
@@ -193,55 +206,63 @@ class Bounds:
         cell = leaf.cell
         table = self._by_size(cell, dict(meshes(self.request, cell.tp, cell.cp)))
         assert self._pipes is not None, "lay() comes first"
-        values = self._room.peak(cell, self._plan(cell), table.counts[self._of_pipe], table.sent).values
+        values = self._room.peak(cell, self._each.plan(cell), table.counts[self._of_pipe], table.sent).values
         return float(values[self._pipes.pipes.index(leaf.pipe), self._modes.index(leaf.recompute), leaf.zero])
 
     def recomputed(self, leaf: Leaf, extra: Mapping[int, float]) -> float:
         """Seconds at least of the leaf when ranks recompute for so many seconds a microbatch."""
-        times = self.request.global_batch // (leaf.cell.micro * leaf.dp)
+        times = self._times(leaf)
         busiest = max(leaf.ranks[rank] + max(0.0, more) for rank, more in extra.items())
-        return max(leaf.bound, float(times * (busiest + self._host) * ROUNDING) + leaf.tail)
+        least = max(leaf.bound, float(times * (busiest + self._host) * ROUNDING) + leaf.tail)
+        more = np.array([max(0.0, extra.get(rank, 0.0)) for rank in range(leaf.pipe.pp)])
+        return max(least, self.chained(leaf, more))
+
+    def chained(self, leaf: Leaf, extra: Floats | None = None) -> float:
+        """Seconds at least of the leaf, by what steps of its schedule have been simulated; 0 where none has.
+
+        ``extra``: seconds a microbatch that each pipeline rank recomputes.
+        """
+        pipe, times = leaf.pipe, self._times(leaf)
+        step = (pipe.schedule, pipe.pp, times, pipe.virtual)
+        if not self.chains.knows(step):
+            return 0.0
+        assert self._pipes is not None, "lay() comes first"
+        stages = self._pipes.stages_of(pipe)
+        each = self._each.of(leaf.cell, leaf.recompute)
+        phases = each.phases @ stages.T
+        total, host = phases.sum(axis=0), stages @ each.host
+        power = self._constant("pace_join")
+        high, low = np.maximum(total, host), np.minimum(total, host)
+        paced = high * (1 + (low / np.maximum(high, 1e-30)) ** power) ** (1 / power)
+        costs = phases * (paced / np.maximum(total, 1e-30))
+        span = self.chains.seconds(step, costs, self._hop(leaf.cell, pipe.pp, leaf.dp), extra)
+        return (span + times * self._host) * ROUNDING + leaf.tail
+
+    def learn(self, leaf: Leaf, plan: Plan) -> None:
+        """Keep what a step of the plan of ``leaf`` waits for."""
+        pipe = leaf.pipe
+        if pipe.schedule in SIMULATED:
+            step = (pipe.schedule, pipe.pp, self._times(leaf), pipe.virtual)
+            self.chains.learn(step, stage_costs(self.request.job(plan)), self._hop(leaf.cell, pipe.pp, leaf.dp))
+
+    def _times(self, leaf: Leaf) -> int:
+        """Microbatches of a step."""
+        return self.request.global_batch // (leaf.cell.micro * leaf.dp)
+
+    def _hop(self, cell: Cell, pp: int, dp: int) -> float:
+        """Seconds of a transfer between stages."""
+        cut = self._each.slice(cell)
+        size = cut.width * cut.tokens * self.request.model.hidden_size / cell.tp
+        return collective(self._machine, "p2p", size, Group(size=pp, stride=dp * cell.cp * cell.tp)) if pp > 1 else 0.0
 
     def _constant(self, name: str) -> float:
         return self._machine.table.of(name, self._machine.family)
 
     def recompute_seconds(self, cell: Cell) -> dict[str, float]:
         """What each mode costs a layer of a microbatch, in the mean."""
-        each = {mode: [sum(one) for one in zip(*self._phases(cell, mode), strict=True)] for mode in MODES}
-        means = {mode: sum(one[number] for number in self._numbers) / len(self._numbers) for mode, one in each.items()}
+        each = {mode: self._each.of(cell, mode).phases.sum(axis=0)[self._numbers] for mode in MODES}
+        means = {mode: float(one.mean()) for mode, one in each.items()}
         return {mode: means[mode] - means["none"] for mode in MODES[1:]}
-
-    def _launched(self, cell: Cell, mode: str) -> list[float]:
-        """Seconds of the host for one microbatch: each kind of layer, the embedding, the head."""
-        practice = self.request.practice
-        launch = 0.0 if practice.graph else launch_of(self._machine, practice)
-        shown = 1.0 if launch else 0.0
-        return [sum(phase.launches * launch + phase.waits * shown for phase in one) for one in self._spent(cell, mode)]
-
-    def _phases(self, cell: Cell, mode: str) -> tuple[list[float], list[float], list[float]]:
-        """Seconds of F, B and W of one microbatch: each kind of layer, the embedding, the head."""
-        parts = self._spent(cell, mode)
-        forward, backward, weight = ([phase.total for phase in side] for side in zip(*parts, strict=True))
-        return forward, backward, weight
-
-    def _spent(self, cell: Cell, mode: str) -> list[tuple[Spent, Spent, Spent]]:
-        cut = self.slice(cell)
-        known = mode if mode in MODES else "none"  # ranges of layers: no less than that
-        parts = [layer_times(self._machine, cut, *kind, known) for kind in self._kinds]
-        # The ends know nothing of experts and contexts: cells share them.
-        ends = self.slice(dataclasses.replace(cell, ep=1, etp=cell.tp, context="ring"))
-        parts += [end_times(self._machine, ends, last) for last in (False, True)]
-        return parts
-
-    def slice(self, cell: Cell) -> Slice:
-        """A rank's share of a layer."""
-        return slice_of(self.request.job(self._plan(cell)))
-
-    @functools.cache  # noqa: B019 - lives as long as the search
-    def _plan(self, cell: Cell) -> Plan:
-        """A plan of the cell, whatever its form."""
-        form = Form(pp=1, dp=1, schedule="1f1b", virtual=1, stages=None, recompute="none", zero=0)
-        return plan_of(self.request, cell, form)
 
 
 def least_to_save(over: Floats, saved: Floats, spent: Floats) -> Floats:

@@ -25,7 +25,6 @@ from plait.planner.stages import groups_of
 from plait.planner.tails import ROUNDING, Tails
 from plait.planner.wires import Group, collective
 
-
 Messages = tuple[tuple[Message, int, float], ...]
 """Of a sample, those that block: how often, and the seconds that may hide one."""
 
@@ -124,7 +123,7 @@ class CellBounds:
         return max(self.passes(cell) * (self._paced(whole) + self._host), whole.way + whole.sent) * ROUNDING
 
     def closely(self, cell: Cell) -> float:
-        """With what crosses cp, by number of pipeline ranks, and with what follows the microbatches of plans that fit."""
+        """With what crosses cp, by number of pipeline ranks, and what follows the microbatches of plans that fit."""
         alone = self._alone(cell)
         sent = self._sent(self._across(cell), cell.micro, groups_of(self._slices(cell))) if cell.cp > 1 else 0.0
         whole = alone.whole.plus(_Spent(sent=sent), 1)

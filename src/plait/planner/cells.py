@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Final
 
 from plait.core import fitting
@@ -14,6 +14,13 @@ from plait.planner.space import MODES, Cell, Request, meshes, pipeline_sizes, pi
 
 _LATER: Final = (fitting.rows, fitting.batch, fitting.depth, fitting.stages)
 """Rules on what a cell leaves open, and on its microbatch."""
+WIDE: Final = 32768
+"""Cells up to which all are looked at."""
+_LIKELY: Final[tuple[tuple[str, str, Callable[[Cell], bool]], ...]] = (
+    ("sequence_parallel", "tp without sequence parallelism", lambda cell: cell.sp or cell.tp == 1),
+    ("expert_tp", "experts on some of tp", lambda cell: cell.etp in (1, cell.tp)),
+)
+"""Key, what is left out in words, and what stays."""
 
 
 def cells(request: Request) -> Iterator[Cell]:
@@ -42,6 +49,17 @@ def cells(request: Request) -> Iterator[Cell]:
                         if not any(rule.test(facts) for rule in rules):
                             for sp, micro in each:
                                 yield Cell(tp=tp, sp=sp, cp=cp, context=context, ep=ep, etp=etp, micro=micro)
+
+
+def likely(request: Request, among: Sequence[Cell]) -> tuple[list[Cell], tuple[str, ...]]:
+    """Of more than `WIDE` cells, those that are worth their time, and in words what was left out: a rule of thumb, not
+    a bound. What ``fix`` gives stays."""
+    found, words = list(among), []
+    for key, what, stays in _LIKELY:
+        if len(found) > WIDE and key not in request.fix:
+            found = [cell for cell in found if stays(cell)]
+            words.append(what)
+    return found, tuple(words)
 
 
 def grouped(among: Iterable[Cell]) -> list[tuple[Cell, ...]]:

@@ -32,6 +32,8 @@ class Leaf:
     """Seconds of each pipeline rank for one microbatch, at least."""
     relieved: float
     """The bound of what ``fit`` means; infinite where nothing fits, or layers' recomputation is given."""
+    extra: Floats
+    """What each of them recomputes at least for ``fit``, in seconds a microbatch."""
     tail: float
     """What follows the pipeline, in all these bounds."""
 
@@ -53,8 +55,8 @@ class Leaf:
 class Leaves:
     """The forms of a cell in the order of their bounds, made one by one.
 
-    ``bounds`` and ``tails`` are [pipes, modes, zeros], ``relieved`` [pipes, zeros], ``ranks`` [ranks, modes]; infinite
-    bounds are no forms.
+    ``bounds`` and ``tails`` are [pipes, modes, zeros], ``relieved`` [pipes, zeros], ``ranks`` [ranks, modes], ``extra``
+    [ranks, zeros]; infinite bounds are no forms.
     """
 
     def __init__(self, cell: Cell, pipes: Pipes, dps: dict[int, int], modes: Sequence[str], **of: Floats) -> None:
@@ -107,6 +109,7 @@ class Leaves:
             zero=ZEROS[zero],
             fit=fit,
             ranks=of["ranks"][self._pipes.rows(entry), mode],
+            extra=of["extra"][self._pipes.rows(entry), zero] if fit else np.zeros(pipe.pp),
             relieved=float(of["relieved"][entry, zero]) if mode == 0 else math.inf,
             tail=float(of["tails"][entry, mode, zero]),
         )

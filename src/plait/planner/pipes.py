@@ -48,11 +48,13 @@ class Pipes:
         prefix = np.zeros((model.num_layers + 1, count))
         prefix[1:] = np.cumsum(np.eye(count)[list(kinds)], axis=0)
         work, ahead, behind, whole = [], [], [], []
+        self._stages: dict[Pipe, Floats] = {}
         for pipe in pipes:
             cut = stage_layers(model, Plan(pp=pipe.pp, virtual=pipe.virtual, stages=pipe.stages))
             stages = np.array([prefix[stop] - prefix[first] for first, stop in stage_bounds(cut)])
             stages[0, -2] += 1
             stages[-1, -1] += 1
+            self._stages[pipe] = stages
             along_v = pipe.schedule.endswith("-v")
             ranks = np.array(placement_of(pipe.schedule if along_v else "1f1b", pipe.pp, pipe.virtual))
             work.append(np.array([stages[ranks == rank].sum(axis=0) for rank in range(pipe.pp)]))
@@ -76,13 +78,11 @@ class Pipes:
         turns = np.concatenate([np.arange(pipe.pp) for pipe in pipes])
         self._hops = ways * np.where((names == "interleaved")[self._row], self._ranks[self._row] - 1, turns)
 
-    def seconds(
-        self, counts: Floats, phases: Sequence[Floats], hop: Floats, host: Floats, power: float
-    ) -> tuple[Floats, Floats]:
+    def seconds(self, counts: Floats, phases: Floats, hop: Floats, host: Floats, power: float) -> tuple[Floats, Floats]:
         """At least: of each pipeline [pipelines, modes], and of each rank for one microbatch [ranks, modes].
 
-        ``counts`` microbatches, ``phases`` F, B, W [kinds, modes], ``hop`` a transfer between stages. ``host``: seconds
-        of the host [kinds, modes], whose pace joins in (`plait.planner.pace`): the norm of degree ``power`` of sums is
+        ``counts`` microbatches, ``phases`` F, B, W [3, kinds, modes], ``hop`` a transfer between stages. ``host``:
+        its seconds [kinds, modes]; its pace joins in (`plait.planner.pace`): the norm of degree ``power`` of sums is
         no more than the sum of the stages' norms.
         """
         forward, backward, weight = phases
@@ -110,6 +110,10 @@ class Pipes:
             looped = np.maximum(steady, (stages + counts - 1)[:, None] * chunk)
             spans = np.where(self._looped[:, None], np.maximum(spans, looped), spans)
         return spans, work
+
+    def stages_of(self, pipe: Pipe) -> Floats:
+        """Layers of each kind, embeddings and heads of every virtual stage [stages, kinds]."""
+        return self._stages[pipe]
 
     def rows(self, index: int) -> slice:
         """The ranks of a pipeline."""

@@ -20,7 +20,7 @@ from plait.core.plan import Plan
 from plait.core.topology import Topology
 from plait.models.config import ModelConfig
 from plait.planner.bounds import Bounds
-from plait.planner.cells import cells, grouped, plan_count
+from plait.planner.cells import cells, grouped, likely, plan_count
 from plait.planner.cost import predict
 from plait.planner.given import require_possible
 from plait.planner.job import PLAIT, Practice
@@ -50,6 +50,8 @@ class Search:
     """Legal combinations."""
     predicted: int
     """Of them, those that were predicted; bounds excluded the others."""
+    narrowed: tuple[str, ...] = ()
+    """What was left out by rule, because there were so many (`plait.planner.cells.likely`)."""
 
     @property
     def best(self) -> Candidate | None:
@@ -89,6 +91,9 @@ def search(
     require_possible(request)
     run = Run(request, top=top)
     run.finish()
+    if run.narrowed and not run.ranked:
+        run = Run(request, top=top, everything=True)
+        run.finish()
     near = None if run.ranked else tightest(request)
     require_some(request, bool(run.ranked) or near is not None)
     return Search(
@@ -99,6 +104,7 @@ def search(
         advice=() if near is None else tuple(nearest_words(request, near, tightest)),
         considered=run.considered,
         predicted=run.predicted,
+        narrowed=run.narrowed,
     )
 
 
@@ -150,7 +156,7 @@ _Node = tuple[Cell, ...] | _Alike | Cell | _Next | Leaf
 class Run:
     """One search as it goes on."""
 
-    def __init__(self, request: Request, *, top: int) -> None:
+    def __init__(self, request: Request, *, top: int, everything: bool = False) -> None:
         self.request = request
         self.ranked: list[Candidate] = []
         self.predicted = 0
@@ -160,6 +166,9 @@ class Run:
         found = list(cells(request))
         self.considered = plan_count(request, found)
         require_some(request, self.considered > 0)
+        self.narrowed: tuple[str, ...] = ()
+        if not everything:
+            found, self.narrowed = likely(request, found)
         self._count = itertools.count()
         self._cells = found
         self._heap: list[tuple[float, int, _Node]] = []
@@ -213,14 +222,16 @@ class Run:
         if (plan, leaf.fit) in self._tried or not legal(self.request, plan):
             return
         self._tried.add((plan, leaf.fit))
-        if leaf.fit:
-            if self._worth(plan):  # recomputing takes longer than not
-                self._fit(leaf, plan)
-            return
-        self.predicted += 1
+        if self._bounds.chained(leaf, leaf.extra) > self.limit:
+            return  # recomputing takes longer than not
         prediction = predict(self.request.job(plan))
         if prediction.step_time > self.limit:
-            return  # recomputing more takes longer
+            self._bounds.learn(leaf, plan)
+            return
+        if leaf.fit:
+            self._fit(leaf, plan)
+            return
+        self.predicted += 1
         if not self._keep(plan, prediction) and leaf.relieved < math.inf:
             bound = max(leaf.relieved, prediction.step_time * (1.0 - 1e-9))
             self._push(bound, dataclasses.replace(leaf, bound=bound, fit=True))
@@ -238,6 +249,8 @@ class Run:
             prediction = predict(self.request.job(chosen))
             if prediction.step_time <= self.limit:
                 self._keep(chosen, prediction)
+        else:
+            self._bounds.learn(leaf, plan)
 
     def _worth(self, plan: Plan) -> bool:
         """Whether a plan is among the best if it fits."""

@@ -34,6 +34,8 @@ def search_page(search: Search) -> RenderableType:
     head.add_row("step", f"{request.global_batch:,} samples of {request.seq:,} tokens")
     head.add_row("memory", f"up to {request.memory / GIB:.1f} GiB of {device.memory / GIB:.1f} on each device")
     head.add_row("plans", f"{search.considered:,} legal, {search.predicted:,} predicted; bounds exclude the others")
+    if search.narrowed:
+        head.add_row("", f"left out before: {', '.join(search.narrowed)}; --fix keeps them")
     if not search.ranked:
         return Group(head, Text("\nno plan fits", style="bold"), *(Text(line) for line in search.advice))
     parts_of_page: list[RenderableType] = [head, Text(), ranking(search.ranked)]
@@ -235,6 +237,7 @@ def search_json(search: Search) -> dict[str, Any]:
         "global_batch": request.global_batch,
         "memory_limit": request.memory,
         "considered": search.considered,
+        "narrowed": list(search.narrowed),
         "predicted": search.predicted,
         "plans": [candidate_json(one) for one in search.ranked],
         "lost": [
