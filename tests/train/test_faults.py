@@ -18,6 +18,7 @@ from plait.core.config import dump
 from plait.telemetry.record import read_metrics
 from plait.train.events_log import EVENTS, LoggedEvent, read
 from plait.train.local import Watched, WorkerFailed, run_local
+from plait.train.replicas import MEMORY, run_key
 from plait.train.restart import supervise
 from tests.faults import RANK, fail_at, plan_faults
 from tests.pool import Pool
@@ -151,7 +152,8 @@ def test_torchrun_starts_a_run_again(undisturbed: Path, tokens: Path, tmp_path: 
     )
     plan_faults(folder, fail_at(1, 3, "step", "SIGKILL"))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1"]
-    arguments = settings(tokens, folder, *RUN, "plan.tp=1", "plan.pp=1", "plan.dp=2", "run.timeout=60")
+    more = ("plan.tp=1", "plan.pp=1", "plan.dp=2", "run.timeout=60", "run.replicas=1")
+    arguments = settings(tokens, folder, *RUN, *more)
     begin = time.monotonic()
     run = subprocess.run(
         [*command, str(script), *arguments], env=ENV, capture_output=True, text=True, timeout=240, check=False
@@ -159,7 +161,8 @@ def test_torchrun_starts_a_run_again(undisturbed: Path, tokens: Path, tmp_path: 
     assert run.returncode == 0, run.stderr
     assert time.monotonic() - begin < 200
     same_run(folder, undisturbed, loss=0.0, weights=0.0)
-    assert [event.fields["step"] for event in events(folder, "resume")] == [2]
+    assert [(event.fields["step"], event.fields["source"]) for event in events(folder, "resume")] == [(3, "memory")]
+    assert not list(MEMORY.glob(f"plait-memory-*-{run_key(folder)}"))  # torchrun's is gone with the run
     (left,) = read_dumps(folder / "flight")  # of the one that waited for the killed one
     assert left["rank"] == 0
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import shutil
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from unittest import mock
 
 import pytest
 
+from plait.checkpoint import union
 from plait.core.config import dump, loads
+from plait.core.errors import WeightsError
 from plait.telemetry.record import read_metrics
 from plait.train.events_log import EVENTS, read
 from plait.train.launch import Place, Worker
@@ -44,8 +46,9 @@ class LostError(Exception):
     """All ranks end here."""
 
 
-def visit(connect: Connect, text: str, world_size: int, memories: list[str], lost: int) -> None:
-    """One rank of a run on the hosts whose memory ``memories`` are, by rank, until step ``lost``."""
+def visit(connect: Connect, text: str, world_size: int, memories: list[str], lost: int, fails: bool = False) -> None:
+    """One rank of a run on the hosts whose memory ``memories`` are, by rank, until step ``lost``. ``fails``: no file
+    comes from another host."""
     setup, rank = prepare(loads(text), world_size=world_size), connect.rank
     place = Place(rank=rank, local_rank=rank, world_size=world_size)
     worker = Worker(place=place, device="cpu", timeout=60.0, memory=Path(memories[rank]))
@@ -56,7 +59,12 @@ def visit(connect: Connect, text: str, world_size: int, memories: list[str], los
             raise LostError
         return take(self, step)
 
-    with mock.patch.object(Steps, "take", until), suppress(LostError):
+    def refuse(*_: object) -> None:
+        raise WeightsError("rank 1: No space left on device")  # as all ranks come to say
+
+    with mock.patch.object(Steps, "take", until), suppress(LostError), ExitStack() as patches:
+        if fails:
+            patches.enter_context(mock.patch.object(union, "bring", refuse))
         train(setup, connect(setup.plan.mesh(world_size)), as_json=True, worker=worker)
 
 
@@ -86,29 +94,40 @@ def test_a_host_is_lost_with_its_memory(pool: Pool, tokens: Path, tmp_path: Path
     shutil.copytree(folder, before)
     shutil.copytree(hosts[0], tmp_path / "kept")
 
-    empty(Path(hosts[-1]))
+    def restore() -> None:
+        """The memory as the loss of a host has left it."""
+        for host in hosts:
+            empty(Path(host))
+        shutil.copytree(tmp_path / "kept", hosts[0], dirs_exist_ok=True)
+
+    restore()
     pool.run(ranks, visit, again, ranks, hosts, 99)
     assert resumed(folder) == [(LOST, "memory")]
     assert [row["step"] for row in read_metrics(folder / "metrics.jsonl")] == list(range(8))
     same_run(folder, calm, loss=0.0, weights=0.0)
 
-    # The same loss, and a wrong byte in what the lost host's ranks had sent to the other: the disk has to do.
-    shutil.rmtree(folder)
-    before.rename(folder)
-    for host, content in ((hosts[0], tmp_path / "kept"), (hosts[-1], None)):
-        empty(Path(host))
-        if content is not None:
-            shutil.copytree(content, host, dirs_exist_ok=True)
+    # The same loss, and no room for what comes from the other; or a wrong byte in what the lost host's ranks had sent
+    # there: the disk has to do.
+    def again_from_the_disk(fails: bool) -> list[str]:
+        shutil.rmtree(folder)
+        shutil.copytree(before, folder)
+        pool.run(ranks, visit, again, ranks, hosts, 99, fails)
+        assert resumed(folder) == [(4, "disk")]
+        same_run(folder, calm, loss=0.0, weights=0.0)
+        return [event.fields["error"] for event in read(folder / EVENTS) if event.kind == "damaged"]
+
+    restore()
+    if name == "cut":
+        (why,) = again_from_the_disk(fails=True)
+        assert why == f"the replica of step {LOST} cannot be had: rank 1: No space left on device"
+        restore()
     (mirrored, *_) = sorted(Path(hosts[0]).glob(f"step-*/rank-{ranks - 1:05d}*"))
     flipped = bytearray(mirrored.read_bytes())
     flipped[-1] ^= 1
     mirrored.write_bytes(flipped)
-    pool.run(ranks, visit, again, ranks, hosts, 99)
-    assert resumed(folder) == [(4, "disk")]
-    troubles = [event.fields["error"] for event in read(folder / EVENTS) if event.kind == "damaged"]
-    assert f"{mirrored} is damaged between bytes" in troubles[0]
-    assert f"{mirrored.name} is on none of the 2 hosts" in troubles[1]
-    same_run(folder, calm, loss=0.0, weights=0.0)
+    damaged, incomplete = again_from_the_disk(fails=False)
+    assert f"{mirrored} is damaged between bytes" in damaged
+    assert f"{mirrored.name} is on none of the 2 hosts" in incomplete
 
 
 def empty(folder: Path) -> None:

@@ -45,7 +45,7 @@ def launched_folder(run: Path, parent: Path = MEMORY) -> Path:
     has no such folder, or another user has this one.
     """
     _tidy(parent)
-    folder = parent / f"{_name(launcher())}{hashlib.sha256(os.fsencode(os.path.abspath(run))).hexdigest()[:16]}"
+    folder = parent / f"{_name(launcher())}{run_key(run)}"
     try:
         folder.mkdir(mode=0o700, exist_ok=True)
         found = os.lstat(folder)
@@ -54,6 +54,11 @@ def launched_folder(run: Path, parent: Path = MEMORY) -> Path:
     if found.st_uid != os.getuid() or folder.is_symlink():
         raise ConfigError(f"run.replicas: {folder} belongs to another user; remove it, or set run.replicas=0")
     return folder
+
+
+def run_key(run: Path) -> str:
+    """What the names of the folders of the run in ``run`` end with."""
+    return hashlib.sha256(os.fsencode(os.path.abspath(run))).hexdigest()[:16]
 
 
 def host_name(folder: Path) -> str:
