@@ -10,7 +10,7 @@ from plait.core.topology import Topology
 from plait.planner.cost import predict
 from plait.planner.counts import counts
 from plait.planner.job import Job
-from plait.planner.local import practice
+from plait.planner.local import doubt, practice
 from plait.planner.memory import memory
 from plait.telemetry.report import PREDICTION
 from plait.train.auto import device_of, machine
@@ -43,7 +43,7 @@ def promise(setup: Setup, topology: Topology) -> dict[str, object]:
     return {
         "plan": str(setup.plan),
         "cluster": topology.name,
-        "source": topology.source,
+        "source": doubt(topology) or topology.source,
         "step_time_s": said.step_time,
         "low": said.low,
         "high": said.high,
