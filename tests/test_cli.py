@@ -95,6 +95,9 @@ def test_usage_errors_are_argparses(capsys: pytest.CaptureFixture[str]) -> None:
             main(arguments)
         assert caught.value.code == 2
     assert "below 1" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["verify", "--steps", "many"])
+    assert "argument --steps: 'many' is no whole number" in capsys.readouterr().err
 
 
 def test_converting_nothing_known_is_bad_input(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -145,6 +148,8 @@ def test_planning_starts_without_torch() -> None:
         (["--fix", "tp=3"], "tp=3", 3),
         (["--max-memory", "1.5"], "max_memory=1.5", 2),
         (["--max-memory", "0.05"], "no plan for 8 devices fits", 3),
+        (["--max-memory", "0.05", "--gpus", "1"], "no plan for 1 device fits", 3),
+        (["--fix", "schedule=2bw", "zero=3"], "schedule=2bw with zero=3 is in no plan for 8 ranks: ", 3),
     ],
 )
 def test_requests_that_cannot_be_met_are_one_message(
@@ -155,6 +160,24 @@ def test_requests_that_cannot_be_met_are_one_message(
     assert errors.startswith("plait: error: ")
     assert says in errors
     assert "Traceback" not in errors
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "says"),
+    [
+        ("model.toml", "model = 3", "model.toml: model = 3: expected a table [model]"),
+        ("model.json", "[1]", "model.json: expected a JSON object, found list"),
+        ("cluster.toml", 'name = "mine"', "cluster.toml.devices is missing: expected a whole number"),
+    ],
+)
+def test_files_of_another_kind_are_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, text: str, says: str
+) -> None:
+    file = tmp_path / name
+    file.write_text(text)
+    where = ["--cluster", str(file)] if name.startswith("cluster") else ["--model", str(file)]
+    assert main(["plan", *JOB, "--gpus", "8", *where]) == 2
+    assert says in capsys.readouterr().err
 
 
 # What runs left
@@ -170,3 +193,17 @@ def test_reports_and_checkpoints_of_nothing_are_bad_input(tmp_path: Path, capsys
 def test_a_run_is_not_resumed_from_two_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", "run.toml", "--resume", str(tmp_path)]) == 2
     assert "leave run.toml out" in capsys.readouterr().err
+
+
+def test_a_run_that_is_not_there_is_not_resumed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "--resume", str(tmp_path / "runs/nosuch")]) == 2
+    assert capsys.readouterr().err.endswith("/nosuch: there is no such folder, and so no run to go on with\n")
+    for name in ("a-run", "b-run"):
+        (tmp_path / "runs" / name).mkdir(parents=True)
+        (tmp_path / "runs" / name / "config.toml").touch()
+    (tmp_path / "runs/empty").mkdir()
+    assert main(["train", "--resume", str(tmp_path / "runs/a-rnu")]) == 2
+    assert "no run to go on with; runs in " in (said := capsys.readouterr().err)
+    assert said.endswith("/runs: nearest: a-run, b-run\n") or said.endswith("/runs: nearest: a-run\n")
+    assert main(["train", "--resume", str(tmp_path / "runs/empty")]) == 2
+    assert "/empty: it holds no config.toml, and so" in capsys.readouterr().err

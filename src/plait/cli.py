@@ -8,6 +8,7 @@ import signal
 import sys
 import threading
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from plait.arguments import parser
@@ -69,6 +70,8 @@ def _train(arguments: argparse.Namespace) -> int:
 
         if arguments.run is not None:
             raise ConfigError(f"--resume {arguments.resume} reads that run's own file: leave {arguments.run} out")
+        if not (arguments.resume / "config.toml").is_file():
+            raise ConfigError(_no_run(arguments.resume))
         config = config_of(arguments.resume, tuple(arguments.set))
     else:
         config = _config(arguments)
@@ -86,6 +89,16 @@ def _train(arguments: argparse.Namespace) -> int:
 
     trainer.start(config, as_json=arguments.json)
     return 0
+
+
+def _no_run(folder: Path) -> str:
+    """What to say where ``folder`` holds no run to go on with: those beside it, if any."""
+    from plait.core.fields import nearest_names
+
+    why = "it holds no config.toml" if folder.is_dir() else "there is no such folder"
+    beside = sorted(path.parent.name for path in folder.parent.glob("*/config.toml"))
+    near = f"; runs in {folder.parent}: {nearest_names(folder.name, beside)}" if beside else ""
+    return f"--resume {folder}: {why}, and so no run to go on with{near}"
 
 
 def _verify(arguments: argparse.Namespace) -> int:

@@ -18,6 +18,7 @@ from plait.checkpoint.phases import SAVING
 from plait.comm.world import World
 from plait.core.config import dump
 from plait.core.errors import ConfigError, SaveError
+from plait.telemetry.record import read_metrics
 from plait.train.events_log import EVENTS, read
 from plait.train.run import prepare
 from plait.train.step import Steps, Taken
@@ -108,7 +109,7 @@ def test_the_end_of_a_command_does_not_hang_on_a_dead_disk(tokens: Path, tmp_pat
         [sys.executable, "-P", "-c", program, *words], env=ENV, capture_output=True, text=True, timeout=90, check=False
     )
     assert done.returncode == SaveError.exit_code == 8, done.stderr
-    assert "the state after 1 steps could not be saved" in done.stderr
+    assert "the state after 1 step could not be saved" in done.stderr
 
 
 def test_without_room_a_run_does_not_begin_but_goes_on(
@@ -130,7 +131,9 @@ def test_without_room_a_run_does_not_begin_but_goes_on(
     assert re.search(f"{missing}; the run goes on, and each save is tried", said[0])
     assert all(re.search(f"checkpoint of step 4: .*{missing}", line) for line in said[1:])
     assert len((tmp_path / "run/metrics.jsonl").read_text().splitlines()) == 4
-    train(on, World.alone(), as_json=True)
+    first, *_, last = [row["loss"] for row in read_metrics(tmp_path / "run/metrics.jsonl")]
+    train(on, World.alone(), as_json=False)
+    assert f"done 4 steps (from step 2 on in 0:00), loss {first:.3f} → {last:.3f}" in capfd.readouterr().out
     assert (tmp_path / "run/checkpoints/step-00000004").is_dir()
 
 
@@ -160,7 +163,7 @@ def test_the_last_save_is_tried_twice_and_then_the_run_has_failed(
         if failures == 1:
             train(prepare(run), World.alone(), as_json=True)
         else:
-            with pytest.raises(SaveError, match=r"1 steps could not be saved, .*/weights holds its weights alone"):
+            with pytest.raises(SaveError, match=r"1 step could not be saved, .*/weights holds its weights alone"):
                 train(prepare(run), World.alone(), as_json=True)
     assert len(tried) == 2
     assert capfd.readouterr().err.count("checkpoint of step 1: rank 0: No space left on device") == failures

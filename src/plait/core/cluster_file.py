@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, get_type_hints
 
 from plait.core.errors import ConfigError
-from plait.core.fields import nearest_names, toml_value, type_words, typed
+from plait.core.fields import nearest_names, toml_value, typed
 from plait.core.topology import (
     AttentionPoint,
     CommPoint,
@@ -74,6 +74,9 @@ _SIZE = Quantity({"B": 1.0}, 0.0, 1e15, "64 MiB")
 _Point = TypeVar("_Point", GemmPoint, AttentionPoint, CommPoint, MeetingPoint)
 
 
+_WORDS: Mapping[type, str] = {int: "a whole number", str: "a string", dict: "a table"}
+
+
 class _Table:
     """A table of the file that knows its place, and that every key of it has to be asked for."""
 
@@ -89,7 +92,7 @@ class _Table:
         """The value of ``key``; without it ``default``, or ConfigError where that is None."""
         if key not in self.values:
             if default is None:
-                raise ConfigError(f"{self.where}.{key} is missing: expected a {type_words(kind)}")
+                raise ConfigError(f"{self.where}.{key} is missing: expected {_WORDS[kind]}")
             return default
         return typed(kind, self.values[key], f"{self.where}.{key}")
 

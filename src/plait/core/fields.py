@@ -72,6 +72,11 @@ def type_words(kind: Any) -> str:
     return {str: "string", Path: "path", dict: "table"}.get(base) or str(base.__name__)
 
 
+def counted(count: int, what: str) -> str:
+    """``1 step``, ``2 steps``."""
+    return f"{count} {what}" if count == 1 else f"{count} {what}s"
+
+
 def typed(kind: Any, value: object, where: str) -> Any:
     """``value`` (as tomllib gives it) as ``kind``: lists become tuples, strings paths, integers floats where asked.
 

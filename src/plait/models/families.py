@@ -141,6 +141,8 @@ def from_hf(mapping: Mapping[str, Any]) -> ModelConfig:
     ``ValueError`` names what is missing or not supported. Dropout of attention weights is not read: GPT-2's
     ``resid_pdrop`` becomes ``dropout``, which stands for the embedding's too.
     """
+    if not isinstance(mapping, Mapping):
+        raise ValueError(f"expected a JSON object, found {type(mapping).__name__}")
     family = mapping.get("model_type")
     if family not in FAMILIES:
         raise ValueError(f"model_type {family!r} is not supported: {', '.join(FAMILIES)} are")

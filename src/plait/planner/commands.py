@@ -13,7 +13,7 @@ from rich.console import Console
 
 from plait.core.errors import ConfigError, PlanError
 from plait.core.events import chrome_trace
-from plait.core.fields import nearest_names, typed
+from plait.core.fields import counted, nearest_names, typed
 from plait.core.legal import check
 from plait.core.plan import Plan
 from plait.core.sections import MODEL_FIELDS
@@ -61,7 +61,9 @@ def model_named(text: str) -> ModelConfig:
         raise ConfigError(f"model {path}: {error}") from error
 
 
-def _of_table(table: Mapping[str, Any]) -> ModelConfig:
+def _of_table(table: object) -> ModelConfig:
+    if not isinstance(table, Mapping):
+        raise ValueError(f"model = {table!r}: expected a table [model]")
     preset = table.get("preset")
     if preset is not None and preset not in PRESETS:
         raise ValueError(f"preset {preset!r} is unknown; {nearest_names(str(preset), PRESETS)}")
@@ -114,7 +116,7 @@ def plan_command(
     if as_json:
         print(json.dumps({**show.search_json(found), "devices": list(places)}, indent=1))
     if found.best is None:
-        raise PlanError(f"no plan for {gpus} devices fits into their memory; " + "; ".join(found.advice))
+        raise PlanError(f"no plan for {counted(gpus, 'device')} fits into their memory; " + "; ".join(found.advice))
     if not as_json:
         out = console or Console(highlight=False)
         out.print(show.search_page(found))

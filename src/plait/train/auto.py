@@ -6,6 +6,7 @@ import dataclasses
 
 from plait.core.config import Config
 from plait.core.errors import ConfigError, PlanError
+from plait.core.fields import counted
 from plait.core.topology import Topology
 from plait.planner.calibrate import known_device
 from plait.planner.clusters import cluster, local_path, presets

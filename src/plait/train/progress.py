@@ -54,6 +54,8 @@ class Progress:
         self._losses: list[float] = []
         self._rates: list[float] = []
         self._row: Mapping[str, Any] = {}
+        self._from = 0
+        """The first step that this process has seen: above 0 in a run that went on."""
         self._eval: float | None = None
 
     def __enter__(self) -> Progress:
@@ -76,6 +78,8 @@ class Progress:
         if not self._shown:
             return
         self._row = row
+        if not self._losses:
+            self._from = int(row["step"])
         self._losses.append(row["loss"])
         self._rates.append(row["tokens_per_s"])
         self._eval = row.get(EVAL_KEY, self._eval)
@@ -98,11 +102,13 @@ class Progress:
         self.__exit__(None, None, None)
         if self._json:
             compared = [asdict(row) | {"error": row.error} for row in report.read(folder).compared]
-            result = {"run_dir": str(folder), "steps": len(self._losses), "loss": self._losses[-1]}
-            print(json.dumps(result | {"compared": compared}), flush=True)
+            result = {"run_dir": str(folder), "steps": self._row["step"] + 1, "from_step": self._from}
+            print(json.dumps(result | {"loss": self._losses[-1], "compared": compared}), flush=True)
         else:
-            self._console.print(report.table(report.read(folder).compared))
-            self._console.print(self._summary(folder), soft_wrap=True)
+            found = report.read(folder)
+            self._console.print(report.table(found.compared))
+            first = found.loss[0] if found.loss is not None else self._losses[0]
+            self._console.print(self._summary(folder, first), soft_wrap=True)
 
     def picture(self) -> RenderableType:
         """The live display."""
@@ -142,12 +148,14 @@ class Progress:
             f"  comm {_percent(row['comm_fraction'])}  memory {_memory(row['memory_peak_bytes'])}"
         )
 
-    def _summary(self, folder: Path) -> Text:
+    def _summary(self, folder: Path, first: float) -> Text:
+        """``first``: the loss of the run's first step."""
         rates = sorted(self._rates)
-        name = _short(folder)
+        name, spent = _short(folder), _clock(monotonic() - self._begin)
+        took = f"in {spent}" if not self._from else f"(from step {self._from} on in {spent})"
         lines = Text.assemble(
             ("done ", "bold green"),
-            f"{len(self._losses)} steps in {_clock(monotonic() - self._begin)}, loss {self._losses[0]:.3f} → ",
+            f"{self._row['step'] + 1} steps {took}, loss {first:.3f} → ",
             (f"{self._losses[-1]:.3f}", "bold"),
             f", median {rates[len(rates) // 2]:,.0f} tokens/s",
         )

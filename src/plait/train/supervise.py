@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, final
 
 from plait.core.config import Config
 from plait.core.errors import PlaitError
+from plait.core.fields import counted
 from plait.train.events_log import EventLog
 
 if TYPE_CHECKING:
@@ -81,7 +82,7 @@ class Stop:
     def message(number: int, step: int) -> str:
         """What the run ends with."""
         name = signal.Signals(number).name
-        return f"stopped by {name} after {step} steps; the state is saved, plait train --resume goes on"
+        return f"stopped by {name} after {counted(step, 'step')}; the state is saved, plait train --resume goes on"
 
 
 def stop_file(folder: Path) -> Path:

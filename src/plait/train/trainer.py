@@ -17,6 +17,7 @@ from rich.console import Console
 from plait.comm.world import World
 from plait.core.config import Config, dump, loads
 from plait.core.errors import ConfigError, PlanError, RankError, SaveError, WeightsError
+from plait.core.fields import counted
 from plait.parallel.apply import Parallel
 from plait.parallel.precision import fp8_reason
 from plait.telemetry.record import EVAL_KEY, Metrics, Recorder, write_trace
@@ -213,7 +214,8 @@ def save(keeper: Keeper, step: int, *, asked: int, chief: bool) -> None:
 
 def unsaved(step: int) -> str:
     """What a run ends with whose last state is not on the disk; warnings before it have said why."""
-    return f"the state after {step} steps could not be saved, plait train --resume goes on from the checkpoint before"
+    done = counted(step, "step")
+    return f"the state after {done} could not be saved, plait train --resume goes on from the checkpoint before"
 
 
 def record(metrics: Metrics, row: dict[str, object]) -> None:
