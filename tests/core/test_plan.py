@@ -229,6 +229,7 @@ def test_plans_that_work(text: str, shape: ModelShape, options: dict[str, int]) 
         ("zero=1 zero_group=3", SHAPE, {"world": 4}, ["zero_group=3", "zero_group=2 or zero_group=4"]),
         ("zero_group=2", SHAPE, {"world": 4}, ["zero=0 shares nothing", "zero=1"]),
         ("node=3", SHAPE, {"world": 4}, ["node=3", "node=2 or node=4"]),
+        ("order=tp-pp-dp-cp", SHAPE, {"world": 4}, ["order=tp-pp-dp-cp", "order=dp-pp-cp-tp"]),
         ("node=2 compress=half", SHAPE, {"world": 4}, ["one or the other", "compress=none"]),
         ("node=2 zero=1 zero_group=2", SHAPE, {"world": 4}, ["both say", "no node"]),
         ("gather=once", SHAPE, {}, ["gather=once", "gather=use"]),

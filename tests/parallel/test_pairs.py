@@ -49,6 +49,11 @@ def test_norms_of_queries_and_keys(pool: Pool, text: str, world_size: int) -> No
     cut(pool, text, world_size, "qwen3")
 
 
-@pytest.mark.parametrize("text", ["tp=2 dp=2 zero=1", "tp=2 pp=2", "pp=2 dp=2"])
+@pytest.mark.parametrize("text", ["pp=2 dp=2 zero=2", "pp=2 dp=2 zero=3 zero_group=1 schedule=zb-h1"])
+def test_stages_of_a_copy_side_by_side(pool: Pool, text: str) -> None:
+    cut(pool, f"{text} order=dp-pp-cp-tp", 4, "llama-tied")
+
+
+@pytest.mark.parametrize("text", ["tp=2 dp=2 zero=1", "tp=2 pp=2", "pp=2 dp=2", "pp=2 dp=2 order=dp-pp-cp-tp"])
 def test_over_gloo(pool: Pool, text: str) -> None:
     check_equal(pool, f"{text} micro=2", 4, MODELS["gpt2-tied"], Run(steps=2, transport="gloo"))

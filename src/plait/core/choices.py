@@ -12,6 +12,7 @@ from plait.core.compression import Compression, compress_reason
 from plait.core.errors import PlanError
 from plait.core.facts import Facts
 from plait.core.fields import nearest_names
+from plait.core.mesh import ORDERS
 from plait.core.plan import SCHEDULE_SUFFIXES, either, nearest, recompute_ranges, working
 
 SCHEDULES: Mapping[str, tuple[int, ...] | None] = {
@@ -120,6 +121,11 @@ def node(facts: Facts) -> str | None:
             + working("no node", "no zero_group")
         )
     return _data_block(facts, "node", "reduce first")
+
+
+def order(facts: Facts) -> str | None:
+    value = facts.plan.order
+    return None if value in ORDERS else f"order={value} is unknown; " + working(either("order", ORDERS))
 
 
 def gather(facts: Facts) -> str | None:

@@ -38,6 +38,7 @@ SIZE_RULES = tuple(
 RULES = (
     *SIZE_RULES,
     Rule(axis="dp", says="pp x dp x cp x tp is the world size", test=lambda f: world_reason(f.plan, f.world_size)),
+    Rule(axis="order", says="pp-dp-cp-tp or dp-pp-cp-tp", test=choices.order),
     Rule(axis="tp", says="attention heads divide by tp", test=fitting.heads),
     Rule(
         axis="tp", says="KV heads divide by tp, or tp by KV heads (several ranks then hold each)", test=fitting.kv_heads

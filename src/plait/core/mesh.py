@@ -14,12 +14,15 @@ from dataclasses import dataclass
 AXES = ("pp", "dp", "cp", "tp")
 """Outermost first: neighbouring ranks differ in ``tp``, which talks most and so wants the fastest links."""
 EXPERT_AXES = ("pp", "edp", "ep", "etp")
-"""The same ranks, in the same order, as experts see them."""
+"""The ranks of a pipeline rank, in the same order, as experts see them."""
+ORDERS = ("pp-dp-cp-tp", "dp-pp-cp-tp")
+"""How axes lie on ranks, outermost first: copies of a stage side by side, or the stages of a copy."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Mesh:
-    """``pp x dp x cp x tp`` ranks in row-major order (``tp`` fastest); ``ep`` and ``etp`` fold experts out of them."""
+    """``pp x dp x cp x tp`` ranks in row-major order of the axes of ``order`` (``tp`` fastest); ``ep`` and ``etp`` fold
+    experts out of the ranks of each pipeline rank."""
 
     pp: int = 1
     dp: int = 1
@@ -27,6 +30,7 @@ class Mesh:
     tp: int = 1
     ep: int = 1
     etp: int = 1
+    order: str = ORDERS[0]
 
     def __post_init__(self) -> None:
         if self.dp * self.cp * self.tp % (self.ep * self.etp):
@@ -53,22 +57,29 @@ class Mesh:
         if not 0 <= rank < self.world_size:
             raise IndexError(f"rank {rank} is not in a mesh of {self.world_size}")
         found: dict[str, int] = {}
-        for axes, sizes in ((AXES, self.sizes), (EXPERT_AXES, self.expert_sizes)):
-            left = rank
-            for axis in reversed(axes):
-                left, found[axis] = divmod(left, sizes[axis])
+        left, sizes = rank, self.sizes
+        for axis in reversed(self.order.split("-")):
+            left, found[axis] = divmod(left, sizes[axis])
+        left, sizes = (found["dp"] * self.cp + found["cp"]) * self.tp + found["tp"], self.expert_sizes
+        for axis in reversed(EXPERT_AXES[1:]):
+            left, found[axis] = divmod(left, sizes[axis])
         return {axis: found[axis] for axis in (*AXES, *EXPERT_AXES[1:])}
 
     def rank(self, coordinate: Mapping[str, int]) -> int:
         """The rank at ``coordinate``, given on the axes of one fold; axes left out are 0."""
         expert = any(axis in coordinate for axis in EXPERT_AXES[1:])
         axes, sizes = (EXPERT_AXES, self.expert_sizes) if expert else (AXES, self.sizes)
-        rank = 0
-        for axis in axes:
-            index = coordinate.get(axis, 0)
+        at = {axis: coordinate.get(axis, 0) for axis in axes}
+        for axis, index in at.items():
             if not 0 <= index < sizes[axis]:
                 raise IndexError(f"{axis}={index} is not on an axis of {sizes[axis]}")
-            rank = rank * sizes[axis] + index
+        if expert:
+            left = (at["edp"] * self.ep + at["ep"]) * self.etp + at["etp"]
+            for axis in reversed(AXES[1:]):
+                left, at[axis] = divmod(left, self.sizes[axis])
+        rank = 0
+        for axis in self.order.split("-"):
+            rank = rank * self.sizes[axis] + at[axis]
         return rank
 
     def group(self, rank: int, axes: Sequence[str]) -> tuple[int, ...]:
@@ -80,9 +91,8 @@ class Mesh:
         here = {axis: index for axis, index in self.coordinate(rank).items() if axis in fold}
         wanted = [axis for axis in fold if axis in axes]
         spans = [range(sizes[axis]) for axis in wanted]
-        return tuple(
-            self.rank({**here, **dict(zip(wanted, index, strict=True))}) for index in itertools.product(*spans)
-        )
+        ranks = (self.rank({**here, **dict(zip(wanted, index, strict=True))}) for index in itertools.product(*spans))
+        return tuple(sorted(ranks))
 
     def groups(self, axes: Sequence[str]) -> list[tuple[int, ...]]:
         """All groups along ``axes``: they partition the ranks."""

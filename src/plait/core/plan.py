@@ -13,7 +13,7 @@ from typing import get_type_hints
 
 from plait.core.errors import ConfigError, PlanError
 from plait.core.fields import from_text, key, nearest_names, toml_lines, toml_value, typed
-from plait.core.mesh import Mesh
+from plait.core.mesh import ORDERS, Mesh
 
 SCHEDULE_SUFFIXES = (".txt", ".schedule")
 RECOMPUTE = ("none", "full", "selective")
@@ -32,6 +32,9 @@ class Plan:
     context: str = key("ring", "How attention crosses cp: ring, ulysses (heads for tokens), or gather (all keys).")
     ep: int = key(1, "Ranks that share the experts (expert parallel), folded out of dp cp tp.")
     expert_tp: int | None = key(None, "Ranks that share each expert; unset: tp while ep is 1, else 1.")
+    order: str = key(
+        ORDERS[0], "Axes from the outermost in: pp-dp-cp-tp, or dp-pp-cp-tp (the stages of a copy side by side)."
+    )
     micro: int = key(1, "Samples in a microbatch.")
     schedule: str = key(
         "1f1b",
@@ -130,7 +133,9 @@ class Plan:
         if reason:
             raise PlanError(f"plan {str(self)!r}: {reason}")
         rest = self.tp * self.pp * self.cp
-        return Mesh(pp=self.pp, dp=world_size // rest, cp=self.cp, tp=self.tp, ep=self.ep, etp=self.etp)
+        return Mesh(
+            pp=self.pp, dp=world_size // rest, cp=self.cp, tp=self.tp, ep=self.ep, etp=self.etp, order=self.order
+        )
 
     def resolve(self, world_size: int) -> Plan:
         """This plan with ``dp`` filled in for ``world_size`` ranks."""

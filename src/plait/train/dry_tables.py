@@ -114,7 +114,7 @@ def _compression(text: str) -> str:
 
 def mesh_table(mesh: Mesh) -> Table:
     """Rows: pp; columns: dp (and cp); in a cell the ranks along tp."""
-    lines = [mesh.coordinate(first) for first in range(0, mesh.dp * mesh.cp * mesh.tp, mesh.tp)]
+    lines = [mesh.coordinate(first) for first in mesh.group(0, ("dp", "cp", "tp"))[:: mesh.tp]]
     heads = [f"dp {at['dp']}" + (f" cp {at['cp']}" if mesh.cp > 1 else "") for at in lines]
     return _ranks_table(mesh, "", heads, mesh.tp)
 
@@ -122,7 +122,7 @@ def mesh_table(mesh: Mesh) -> Table:
 def expert_table(mesh: Mesh, experts: int) -> Table:
     """Rows: pp; columns: edp and ep, with the experts there; in a cell the ranks along etp."""
     heads = []
-    for first in range(0, mesh.dp * mesh.cp * mesh.tp, mesh.etp):
+    for first in mesh.group(0, ("dp", "cp", "tp"))[:: mesh.etp]:
         at = mesh.coordinate(first)
         start, stop = split(experts, mesh.ep, at["ep"])
         heads.append(f"{at['edp']}\n{at['ep']}\n{_span(start, stop)}")
@@ -140,9 +140,10 @@ def _ranks_table(mesh: Mesh, corner: str, heads: Sequence[str], inner: int) -> T
         table.add_column("..." if column is None else heads[column])
     for pp in range(mesh.pp):
         cells = []
+        mine = mesh.group(mesh.rank({"pp": pp}), ("dp", "cp", "tp"))
         for column in shown:
-            first = (pp * len(heads) + (column or 0)) * inner
-            ranks = range(first, first + inner)
+            first = (column or 0) * inner
+            ranks = mine[first : first + inner]
             text = " ".join(map(str, ranks)) if inner <= 4 else f"{ranks[0]}-{ranks[-1]}"
             cells.append("..." if column is None else text)
         table.add_row(f"pp {pp}", *cells)
