@@ -27,8 +27,8 @@ train.eval_batches train.freeze train.trace_step optimizer.lr optimizer.betas op
 optimizer.clip optimizer.schedule optimizer.warmup optimizer.min_lr_ratio optimizer.decay
 moe.capacity_factor moe.drop moe.aux_loss moe.z_loss moe.bias_balance moe.bias_rate moe.placement
 plan.tp plan.pp plan.dp
-plan.cp plan.context plan.ep plan.expert_tp plan.micro plan.schedule plan.virtual plan.live plan.stages plan.zero
-plan.zero_group plan.gather plan.compress plan.node plan.precision plan.recompute
+plan.cp plan.context plan.ep plan.expert_tp plan.order plan.micro plan.schedule plan.virtual plan.live plan.stages
+plan.zero plan.zero_group plan.gather plan.compress plan.node plan.precision plan.recompute
 plan.sequence_parallel plan.bucket_mb plan.auto run.dir run.processes run.device run.timeout run.threads
 run.resume run.max_restarts run.grace run.nan run.straggler run.max_skips run.fallback_plans run.replicas
 run.rebalance
