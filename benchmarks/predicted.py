@@ -1,12 +1,13 @@
 """Predicted beside measured on this machine: step time and peak memory of plans on 1, 2 and 4 processes.
 
-    python benchmarks/predicted.py [--rounds 3] [--steps 2] [--patience 5] [--cluster FILE] [--save FILE] [--json FILE]
+    python benchmarks/predicted.py [--rounds 3] [--steps 2] [--patience 5] [--cluster FILE] [--estimated]
+        [--save FILE] [--json FILE]
 
-Calibrates (or reads a cluster file), predicts every plan, then runs them all in turn, round after round, through
-plait's own step. A plan's time is the median of the steps in which other programs took next to nothing, where there are
-enough of them, else its fastest step. Memory is the fullest rank's peak of tensor bytes; beside it stands what its
-resident memory rose by, which is more: glibc keeps freed blocks. The last lines say how far off predictions are,
-whether they rank the plans right, and what the planner's choice loses to the best.
+Calibrates (or reads a cluster file, or estimates), predicts every plan, then runs them all in turn, round after round,
+through plait's own step. A plan's time is the median of the steps in which other programs took next to nothing, where
+there are enough of them, else its fastest step. Memory is the fullest rank's peak of tensor bytes, told in the first
+round; beside it stands what its resident memory rose by, which is more: glibc keeps freed blocks. The last lines say
+how far off predictions are, whether they rank the plans right, and what the planner's choice loses to the best.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -30,8 +32,9 @@ from plait.core.cluster_file import dump, load
 from plait.core.plan import Plan
 from plait.core.topology import Topology
 from plait.planner.cost import predict
+from plait.planner.host import estimate
 from plait.planner.job import Job
-from plait.planner.local import practice
+from plait.planner.local import doubt, practice
 from plait.planner.memory import memory
 from plait.train import calibrate
 from plait.train.launch import launch
@@ -99,7 +102,7 @@ def run_plans(
                 # Every other round backwards, so that no plan always follows the same one.
                 order = texts if turn % 2 == 0 else texts[::-1]
                 path = Path(folder) / "rows.json"
-                args = [order, steps, patience, str(path)]
+                args = [order, steps, patience, turn == 0, str(path)]
                 launch("predicted_rank:run_rank", processes=processes, args=args, device="cpu", timeout=300.0)
                 for text, row in zip(order, json.loads(path.read_text(encoding="utf-8")), strict=True):
                     found.setdefault((processes, text), []).append(row)
@@ -107,8 +110,9 @@ def run_plans(
     return found
 
 
-def job_of(text: str, processes: int, topology: Topology) -> Job:
-    here = topology.with_devices(processes)
+def job_of(text: str, processes: int, topology: Topology | None) -> Job:
+    """``topology`` None: of an estimate."""
+    here = estimate(processes) if topology is None else topology.with_devices(processes)
     plan = Plan.parse(text).resolve(processes)
     return Job(model=MODEL, plan=plan, topology=here, seq=SEQ, global_batch=BATCH, practice=practice(here))
 
@@ -118,7 +122,7 @@ def memory_of(job: Job) -> float:
     return memory(job).fullest.peak
 
 
-def case_of(key: tuple[int, str], rows: Sequence[dict[str, Any]], topology: Topology) -> Case:
+def case_of(key: tuple[int, str], rows: Sequence[dict[str, Any]], topology: Topology | None) -> Case:
     processes, text = key
     job = job_of(text, processes, topology)
     steps = sorted(tuple(step[:2]) for row in rows for step in row["steps"])
@@ -130,8 +134,8 @@ def case_of(key: tuple[int, str], rows: Sequence[dict[str, Any]], topology: Topo
         predicted=predict(job).step_time,
         predicted_memory=memory_of(job),
         measured=statistics.median(seconds for seconds, _ in counted),
-        memory=statistics.median(row["memory"] for row in rows),
-        resident=statistics.median(row["resident"] for row in rows),
+        memory=rows[0]["memory"],
+        resident=rows[0]["resident"],
         foreign=statistics.median(foreign for _, foreign in counted),
     )
 
@@ -161,9 +165,19 @@ def verdict(cases: Sequence[Case]) -> dict[str, Any]:
 
 
 def show(cases: Sequence[Case], said: dict[str, Any]) -> None:
-    table = Table(
-        "processes", "plan", "measured, s", "predicted, s", "error", "memory, MB", "predicted", "resident", "others"
-    )
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for name in (
+        "ranks",
+        "plan",
+        "measured\ns",
+        "predicted\ns",
+        "error",
+        "memory\nMB",
+        "predicted\nMB",
+        "resident\nMB",
+    ):
+        table.add_column(name, justify="left" if name == "plan" else "right")
+    table.add_column("others\ncores", justify="right")
     for case in cases:
         table.add_row(
             str(case.processes),
@@ -181,29 +195,38 @@ def show(cases: Sequence[Case], said: dict[str, Any]) -> None:
         print(f"{name}: {value if isinstance(value, str | int) else f'{value:.3f}'}")
 
 
+def _calibrated(file: Path | None) -> Topology:
+    """The cluster of ``file``; without one, this machine as it is measured now."""
+    if file is not None:
+        return load(file)
+    with tempfile.TemporaryDirectory() as folder:
+        found = Path(folder) / "cluster.toml"
+        calibrate.run(found, device="cpu")
+        return load(found)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=2)
     parser.add_argument("--patience", type=float, default=5.0, help="seconds a step waits for the machine to be quiet")
     parser.add_argument("--cluster", type=Path, help="a cluster file of this machine; without it, calibrates")
+    parser.add_argument("--estimated", action="store_true", help="predict from an estimate of this machine")
     parser.add_argument("--only", default="", help="plans whose text contains this")
     parser.add_argument("--save", type=Path, help="keep the cluster file here")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     plans = {n: [text for text in texts if args.only in text] for n, texts in PLANS.items()}
     plans = {n: texts for n, texts in plans.items() if texts}
-    with tempfile.TemporaryDirectory() as folder:
-        file = args.cluster or Path(folder) / "cluster.toml"
-        if args.cluster is None:
-            calibrate.run(file, device="cpu")
-        topology = load(file)
-    if args.save is not None:
+    topology = None if args.estimated else _calibrated(args.cluster)
+    if args.save is not None and topology is not None:
         args.save.write_text(dump(topology), encoding="utf-8")
     rows = run_plans(args.rounds, args.steps, args.patience, plans)
     cases = [case_of(key, found, topology) for key, found in rows.items()]
     said = verdict(cases)
     show(cases, said)
+    if note := doubt(job_of(cases[0].plan, cases[0].processes, topology).topology):
+        print(f"cluster: {note}")
     if args.json is not None:
         document = {
             "verdict": said,

@@ -35,10 +35,10 @@ CALM = 0.15
 """Cores that other programs may take while a step waits to begin."""
 
 
-def run_rank(worker: Worker, plans: Sequence[str], steps: int, patience: float, path: str) -> None:
+def run_rank(worker: Worker, plans: Sequence[str], steps: int, patience: float, with_memory: bool, path: str) -> None:
     """One rank: every plan in turn is built, warmed up, stepped, measured, and left.
 
-    A step waits up to ``patience`` seconds for other programs to be quiet.
+    A step waits up to ``patience`` seconds for other programs to be quiet. ``with_memory``: one more step tells bytes.
     """
     store, rank, size = next(iter(rendezvous("env://"))) if worker.place.world_size > 1 else (None, 0, 1)
     rows = []
@@ -52,7 +52,7 @@ def run_rank(worker: Worker, plans: Sequence[str], steps: int, patience: float, 
         else:
             own = PrefixStore(str(number), store)
             world = World.connect(plan.mesh(size), device=cpu, store=own, rank=rank)
-        rows.append(_measure(world, own, plan, steps, patience, before))
+        rows.append(_measure(world, own, plan, steps, patience, before if with_memory else None))
         world.close()
         gc.collect()
     if rank == 0:
@@ -60,7 +60,7 @@ def run_rank(worker: Worker, plans: Sequence[str], steps: int, patience: float, 
 
 
 def _measure(
-    world: World, store: Store | None, plan: Plan, steps: int, patience: float, before: tuple[int, int]
+    world: World, store: Store | None, plan: Plan, steps: int, patience: float, before: tuple[int, int] | None
 ) -> dict[str, Any]:
     with torch.device("meta"):
         model = Decoder(MODEL)
@@ -86,6 +86,8 @@ def _measure(
         used = torch.tensor([_own() - own], dtype=torch.float64)
         mine = float(everyone.all_reduce(used).wait())
         taken.append((seconds, max(0.0, (_busy() - busy - mine) / seconds), shares))
+    if before is None:
+        return {"steps": taken}
     resident = _status("VmHWM") - (_status("VmRSS") - _status("RssAnon")) - before[0]
     allocated = _allocated(partial(_step, parallel, optimizer, steps + 1)) - before[1]
     most = everyone.all_reduce(torch.tensor([allocated, resident], dtype=torch.float64), "max").wait().tolist()
