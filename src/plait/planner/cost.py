@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import lru_cache
 
 from plait.core.events import Event
@@ -73,8 +72,7 @@ def predict(job: Job, table: Table = DEFAULT) -> Prediction:
         blocking=not practice.overlap_pp,
     )
     span = span_of(pipe, job)
-    ranks: list[RankTime] = []
-    tails: list[float] = []
+    found: list[tuple[float, RankTime]] = []
     longest = 0.0
     sums = pipe.rank_sums()
     other = machine.table.of("step_host", machine.family) + host * m
@@ -91,17 +89,24 @@ def predict(job: Job, table: Table = DEFAULT) -> Prediction:
             tail = data.grads.added + data.weights.added + data.optimizer + aside
             moved = (2 * hop * m * len(held), pipe.blocking)
             known[key] = tail, _rank(rank, mine, sums[rank], m, span, data, moved, aside)
-        tail, one = known[key]
-        longest = max(longest, tail)
-        tails.append(tail)
-        ranks.append(one if one.pp == rank else replace(one, pp=rank))
-    step = span + longest
+        longest = max(longest, known[key][0])
+        found.append(known[key])
     # Ranks whose gradients and optimizer end before the slowest one's wait for it.
-    ranks = [
-        one if tail == longest else replace(one, bubble=one.bubble + longest - tail)
-        for one, tail in zip(ranks, tails, strict=True)
-    ]
-    return _prediction(job, machine, stages, step, ranks)
+    ranks = [_placed(one, rank, longest - tail) for rank, (tail, one) in enumerate(found)]
+    return _prediction(job, machine, stages, span + longest, ranks)
+
+
+def _placed(one: RankTime, rank: int, waits: float) -> RankTime:
+    """``one`` as pipeline rank ``rank``, which is idle for ``waits`` seconds more."""
+    return RankTime(
+        pp=rank,
+        compute=one.compute,
+        exposed=one.exposed,
+        hidden=one.hidden,
+        bubble=one.bubble + waits,
+        optimizer=one.optimizer,
+        other=one.other,
+    )
 
 
 def _rank(

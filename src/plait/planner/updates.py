@@ -42,14 +42,16 @@ def updates(machine: Machine, job: Job, stages: Sequence[Stage], paced: Sequence
     backward = sum(stage.backward + stage.weight for stage in paced)
     contention, usable = table.of("contention", family), table.of("hidden_share", family)
     zero = plan.zero
-    every, matrices = tensors_of(job.model)
-    own = zero == 3 and table.of("own_gathers", practice.framework)
     # Under zero=3 every layer's weights and gradients are messages of their own.
-    calls = max(1, round(layers * matrices) if own else layers) if zero == 3 else 1
+    calls = max(1, layers) if zero == 3 else 1
     bucket = table.of("bucket", practice.framework)
-    # Shards that are lists of tensors are copied one by one.
     copying = table.of("shard_copies", practice.framework) * launch_of(machine, practice) if zero else 0.0
-    copying *= layers * (matrices if own else every)
+    if copying:
+        # Shards that are lists of tensors are copied one by one.
+        every, matrices = tensors_of(job.model)
+        own = zero == 3 and table.of("own_gathers", practice.framework)
+        copying *= layers * (matrices if own else every)
+        calls = max(1, round(layers * matrices)) if own else calls
     grads = weights = 0.0
     owners = 0
     for count, group in ((dense, shared), (experts, copies)):
