@@ -273,8 +273,8 @@ CONSTANTS: Mapping[str, Constant] = {
     "spread": _c(0.12, "1", "80% of residuals of the log of step time are within", "all kinds"),
     "spread.dense": _c(0.12, "1", "the same, dense on one node", _CROSSED),
     "spread.dense_nodes": _c(0.11, "1", "the same, dense on several nodes", _CROSSED),
-    "spread.experts": _c(0.22, "1", "the same, experts on one node", _CROSSED),
-    "spread.experts_nodes": _c(0.13, "1", "the same, experts on several nodes", _CROSSED),
+    "spread.experts": _c(0.18, "1", "the same, experts on one node", _CROSSED),
+    "spread.experts_nodes": _c(0.15, "1", "the same, experts on several nodes", _CROSSED),
 }
 
 
