@@ -17,6 +17,11 @@ def test_p11_one_norm_counts_each_expert_once(pool: Pool) -> None:
     check_equal(pool, "pp=2 tp=2 ep=2 micro=4", 8, MODELS["mixtral"], Run(steps=3))
 
 
+def test_experts_beside_stages_of_a_copy(pool: Pool) -> None:
+    """The ranks that share experts lie apart: those of the other stage are between them."""
+    check_equal(pool, "pp=2 dp=2 tp=2 ep=4 zero=1 micro=2 order=dp-pp-cp-tp", 8, MODELS["mixtral"], Run(steps=2))
+
+
 def test_p14_ranks_without_tokens(pool: Pool) -> None:
     """One expert a rank, one choice a token, few tokens: some ranks of ep get none in some microbatches."""
     config = MODELS["mixtral"]

@@ -13,7 +13,7 @@ import pytest
 from plait.core.topology import CommPoint, Measured
 from plait.planner.clusters import cluster
 from plait.planner.kernels import Machine
-from plait.planner.wires import Group, collective, exchange, levels
+from plait.planner.wires import Group, collective, exchange, laid, levels, nested
 
 NODES = Machine(cluster("h100", 64))
 GIB = 1024.0**3
@@ -30,6 +30,13 @@ def test_a_group_of_one_sends_nothing() -> None:
         (Group(size=8, stride=8), [(1, 8, 1)]),
         (Group(size=16, stride=4), [(0, 2, 1), (1, 8, 2)]),
         (Group(size=64, stride=1), [(0, 8, 1), (1, 8, 8)]),
+        # Two of a run of four, the next run behind those of three other stages: none of it in a node of eight.
+        (laid(8, 2, 4, 4), [(0, 2, 1), (1, 4, 2)]),
+        (laid(2, 2, 4, 4), [(0, 2, 1)]),
+        (laid(4, 4, 4, 4), [(1, 4, 1)]),
+        (laid(4, 1, 2, 2), [(0, 4, 1)]),
+        (nested(laid(8, 2, 4, 4), 2)[1], [(1, 4, 1)]),
+        (nested(laid(8, 2, 4, 4), 4)[0], [(0, 2, 1), (1, 2, 2)]),
     ],
 )
 def test_tiers_that_a_group_crosses(group: Group, crossed: list[tuple[int, int, int]]) -> None:

@@ -52,6 +52,11 @@ class Mesh:
         """Number of ranks."""
         return self.pp * self.dp * self.cp * self.tp
 
+    @property
+    def apart(self) -> int:
+        """Of a pipeline rank's ranks, ``cp x tp`` lie side by side; the next ones so many times that further on."""
+        return 1 if self.order == ORDERS[0] else self.pp
+
     def coordinate(self, rank: int) -> dict[str, int]:
         """Axis name -> index of ``rank`` along it, for the axes of both folds."""
         if not 0 <= rank < self.world_size:

@@ -45,7 +45,7 @@ def _transfer(machine: Machine, job: Job) -> float:
         return 0.0
     cut = slice_of(job)
     size = cut.width * cut.tokens * job.model.hidden_size / plan.tp
-    return collective(machine, "p2p", size, Group(size=plan.pp, stride=mesh.dp * mesh.cp * mesh.tp))
+    return collective(machine, "p2p", size, Group(size=plan.pp, stride=mesh.rank({"pp": 1})))
 
 
 def predict(job: Job, table: Table = DEFAULT) -> Prediction:

@@ -81,6 +81,8 @@ class Slice:
     etp: int
     precision: str
     practice: Practice
+    apart: int = 1
+    """How far ranks of experts beyond ``cp x tp`` neighbours lie from each other (`plait.core.mesh.Mesh.apart`)."""
 
     @property
     def tokens(self) -> int:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
+from plait.core.mesh import ORDERS
 from plait.core.plan import Plan
 from plait.core.topology import Topology
 from plait.models.config import ModelConfig
@@ -19,7 +20,7 @@ from plait.planner.local import meeting
 from plait.planner.ops import Phase, Slice, parts_of
 from plait.planner.recomputing import modes_of
 from plait.planner.weights import weights_of
-from plait.planner.wires import Group, collective, exchange
+from plait.planner.wires import Group, collective, exchange, laid
 
 PARTS: Mapping[str, tuple[str, ...]] = {
     "core_attn": ("core",),
@@ -111,7 +112,7 @@ def groups_of(cut: Slice) -> dict[str, Group]:
     return {
         "tp": Group(size=cut.tp, stride=1),
         "cp": Group(size=cut.cp, stride=cut.tp),
-        "ep": Group(size=cut.ep, stride=cut.etp),
+        "ep": laid(cut.ep, cut.etp, cut.cp * cut.tp, cut.apart),
         "etp": Group(size=cut.etp, stride=1),
     }
 
@@ -296,4 +297,6 @@ def slice_of(job: Job) -> Slice:
         etp=plan.etp,
         precision=plan.precision,
         practice=job.practice,
+        # Where experts' ranks are neighbours, the order of axes makes no difference to a layer.
+        apart=plan.pp if plan.order != ORDERS[0] and plan.ep * plan.etp > plan.cp * plan.tp else 1,
     )

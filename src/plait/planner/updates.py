@@ -6,14 +6,13 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from plait.core.plan import Plan
 from plait.planner.job import Job
 from plait.planner.kernels import Machine
 from plait.planner.overlap import Share, under
 from plait.planner.pace import Paced, launch_of
 from plait.planner.stages import Stage
 from plait.planner.weights import tensors_of
-from plait.planner.wires import Group, collective
+from plait.planner.wires import Group, collective, laid, nested
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,8 +35,9 @@ def updates(machine: Machine, job: Job, stages: Sequence[Stage], paced: Sequence
     state = practice.optimizer_bytes or (8.0 if plan.precision == "fp32" else 12.0)
     dense, experts = sum(stage.dense for stage in stages), sum(stage.experts for stage in stages)
     layers = round(job.model.num_layers * len(stages) / plan.stage_count)
-    shared = Group(size=mesh.dp * mesh.cp, stride=mesh.tp)
-    copies = Group(size=mesh.expert_sizes["edp"], stride=mesh.ep * mesh.etp)
+    run = mesh.cp * mesh.tp
+    shared = laid(mesh.dp * mesh.cp, mesh.tp, run, mesh.apart)
+    copies = laid(mesh.expert_sizes["edp"], mesh.ep * mesh.etp, run, mesh.apart)
     forward = sum(stage.forward for stage in paced)
     backward = sum(stage.backward + stage.weight for stage in paced)
     contention, usable = table.of("contention", family), table.of("hidden_share", family)
@@ -57,7 +57,7 @@ def updates(machine: Machine, job: Job, stages: Sequence[Stage], paced: Sequence
     for count, group in ((dense, shared), (experts, copies)):
         if not count:
             continue
-        inner, outer = _nested(plan, group)
+        inner, outer = nested(group, min(plan.zero_group or group.size, group.size))
         if zero == 0:
             grads += _in_parts(machine, "all_reduce", kept * count, group, math.ceil(kept * count / bucket))
             continue
@@ -94,9 +94,3 @@ def _in_parts(machine: Machine, op: str, size: float, group: Group, calls: int) 
     if calls <= 1:
         return collective(machine, op, size, group)
     return max(collective(machine, op, size, group), calls * collective(machine, op, size / calls, group))
-
-
-def _nested(plan: Plan, group: Group) -> tuple[Group, Group]:
-    """The ranks that share state, and those that copy it."""
-    inner = min(plan.zero_group or group.size, group.size)
-    return Group(size=inner, stride=group.stride), Group(size=group.size // inner, stride=group.stride * inner)

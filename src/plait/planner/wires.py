@@ -22,15 +22,41 @@ _FACTORS = {"all_reduce": 2.0, "all_gather": 1.0, "reduce_scatter": 1.0, "all_to
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Group:
-    """``size`` ranks, each ``stride`` away from the next."""
+    """``size`` ranks, each ``stride`` away from the next; or ``block`` of them, and the next block ``jump`` ranks
+    after it."""
 
     size: int
     stride: int
+    block: int = 0
+    jump: int = 0
 
-    @property
-    def span(self) -> int:
-        """Ranks from the first to the last one."""
-        return (self.size - 1) * self.stride + 1
+    def within(self, ranks: int) -> int:
+        """Members among so many ranks that begin with the first."""
+        if self.block and ranks >= self.jump:
+            return min(self.size, ranks // self.jump * self.block)
+        return min(self.block or self.size, ranks // self.stride)
+
+
+def laid(size: int, stride: int, run: int, apart: int) -> Group:
+    """``size`` of the ranks of a pipeline rank, each ``stride`` of them away from the next, where ``run`` of them lie
+    side by side, the next ones ``apart`` times that further on (`plait.core.mesh`)."""
+    if apart == 1 or size * stride <= run:
+        return Group(size=size, stride=stride)
+    if stride >= run:
+        return Group(size=size, stride=stride * apart)
+    return Group(size=size, stride=stride, block=run // stride, jump=run * apart)
+
+
+def nested(group: Group, inner: int) -> tuple[Group, Group]:
+    """Blocks of ``inner`` neighbours of a group, and those at the same place in all blocks."""
+    count = group.size // inner
+    if not group.block:
+        return Group(size=inner, stride=group.stride), Group(size=count, stride=group.stride * inner)
+    if inner >= group.block:
+        block = Group(size=inner, stride=group.stride, block=group.block, jump=group.jump)
+        return block, Group(size=count, stride=inner // group.block * group.jump)
+    across = Group(size=count, stride=group.stride * inner, block=group.block // inner, jump=group.jump)
+    return Group(size=inner, stride=group.stride), across
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,7 +75,7 @@ def levels(machine: Machine, group: Group) -> tuple[Level, ...]:
     inside = 1
     for index, tier in enumerate(machine.topology.tiers):
         last = index == len(machine.topology.tiers) - 1
-        within = group.size if last else max(inside, min(group.size, tier.size // group.stride))
+        within = group.size if last else max(inside, group.within(tier.size))
         # Members do not always fill domains evenly: whole domains are counted.
         domains = math.ceil(within / inside)
         if domains > 1:
