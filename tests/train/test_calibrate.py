@@ -5,22 +5,25 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from io import StringIO
 from itertools import combinations
 from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
 
 from plait.comm.world import World
 from plait.core.cluster_file import load
 from plait.core.errors import ConfigError
 from plait.core.mesh import Mesh
-from plait.core.topology import Device, GemmPoint, Measured
+from plait.core.topology import Device, GemmPoint, Measured, MeetingPoint, Share, Tier, Topology
 from plait.models.config import PRESETS
 from plait.planner.clusters import cluster
 from plait.planner.local import BUSY
 from plait.train import calibrate, calibrate_kernels, calibrate_layer, calibrate_links, calibrate_load, calibrate_steps
 from plait.train.calibrate_links import HOST, NETWORK, partitions, tournament
+from plait.train.calibrate_table import show
 from plait.train.launch import Place
 from tests.pool import Connect, Pool
 
@@ -192,6 +195,21 @@ def test_operators_in_steps_are_at_most_as_fast_as_alone() -> None:
     measured = Measured(bandwidth=1e10)
     for seconds, found in ((0.0, 1e10), (1e9, 1e9)):
         assert calibrate_layer.bandwidth_in_steps(_Taking(seconds), device, measured) == pytest.approx(found)
+
+
+def test_the_table_is_plain_and_fits_a_terminal() -> None:
+    late = MeetingPoint(ranks=2, apart=1e-2, seconds=2e-3)
+    point = GemmPoint(m=8, n=8, k=8, precision="fp32", seconds=1e-6)
+    measured = Measured(gemm=(point,), bandwidth=1e10, launch=3e-6, meetings=(late, replace(late, seconds=3e-3)))
+    device = Device(name="A CPU", memory=8e9, peaks={"fp32": 1e11}, bandwidth=1e10, kind="cpu")
+    shares = tuple(Share(ranks=ranks, device=device, measured=measured) for ranks in (1, 2, 4))
+    tier = Tier(name="host", size=4, bandwidth=1e9, latency=1e-5)
+    page = Console(width=80, file=StringIO(), highlight=False)
+    show(Topology(name="here", device=device, devices=2, tiers=(tier,), shares=shares), Path("out.toml"), page)
+    lines = page.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    assert max(len(line.rstrip()) for line in lines) <= 80
+    assert not any(heavy in line for heavy in "┏┃━" for line in lines)
+    assert [line.split()[0] for line in lines if "2.0 to 3.0" in line] == ["1", "2", "4"]
 
 
 def test_what_cannot_be_is_refused_before_anything_is_measured(tmp_path: Path) -> None:
