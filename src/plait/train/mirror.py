@@ -23,10 +23,40 @@ from plait.checkpoint.state import Snapshot
 from plait.checkpoint.union import Whole
 from plait.comm.parcels import Parcels
 from plait.comm.world import World
-from plait.train.exchange import Peers
+from plait.train.exchange import Peers, together
+from plait.train.replicas import host_name, launched_folder
+from plait.train.run import Setup
 
 SLOWEST = 10e6
 """Bytes a second that a rank's part of a replica moves at least, between hosts too: what is slower is given up."""
+
+
+def begin(setup: Setup, world: World, memory: Path | None, need: int) -> Replicas:
+    """The replicas of ``setup``'s run, in ``memory``, or where that is None in folders that the ranks make; collective.
+
+    ``need``: bytes of a whole one. ConfigError, on all ranks, where one of them has no memory to write to.
+    """
+    run, folders = setup.config.run, [] if memory is None else [memory]
+    assert run.dir is not None, "claim_folder names it"
+    home = run.dir
+
+    def claim() -> str:
+        if memory is None:
+            folders.append(launched_folder(home))
+        steps.check_folder(folders[0])
+        return host_name(folders[0])
+
+    names = [str(name) for name in together(world, claim)]
+    return Replicas(
+        folders[0],
+        world,
+        names,
+        every=run.replicas,
+        asynchronous=setup.config.checkpoint.asynchronous,
+        need=need,
+        timeout=run.timeout,
+        ours=memory is None,
+    )
 
 
 @final

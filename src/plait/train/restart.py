@@ -208,9 +208,10 @@ class _Supervisor:
         _say(f"the run starts again from step {self._step()} (restart {count} of {most} without a new checkpoint)")
 
     def _last_commit(self) -> Entry | None:
-        """The newest checkpoint, on the disk or in memory."""
-        folders = [self._checkpoints, *([self._memory] if self._memory is not None else [])]
-        return max((entry for folder in folders for entry in committed(folder)[-1:]), default=None)
+        """The newest checkpoint, on the disk or in memory: of two of one step the one that is loaded."""
+        folders = [*([self._memory] if self._memory is not None else []), self._checkpoints]
+        newest = (entry for folder in folders for entry in committed(folder)[-1:])
+        return max(newest, key=lambda entry: entry.step, default=None)
 
     def _step(self) -> int:
         """Steps that the newest checkpoint has."""

@@ -20,7 +20,7 @@ from plait.checkpoint.commit import Saved
 from plait.checkpoint.reader import Checkpoint, agree_latest
 from plait.checkpoint.saver import Saver
 from plait.checkpoint.state import Piece, Snapshot
-from plait.checkpoint.steps import check_folder, committed
+from plait.checkpoint.steps import committed
 from plait.checkpoint.union import Whole
 from plait.core.config import Config, dump, load
 from plait.core.errors import ConfigError, WeightsError
@@ -34,9 +34,8 @@ from plait.train.events_log import EVENTS, EventLog
 from plait.train.exchange import Peers, gather_json, pieces_of, together
 from plait.train.folder import CHECKPOINTS
 from plait.train.launch import placed
-from plait.train.mirror import Replicas
+from plait.train.mirror import Replicas, begin
 from plait.train.patience import PatientSaver
-from plait.train.replicas import host_name, launched_folder
 from plait.train.restore import own_prefix, restore
 from plait.train.run import Setup, trained_shapes
 from plait.train.same import identity
@@ -101,33 +100,9 @@ class Keeper:
             self._warnings.append(f"{lacking}; the run goes on, and each save is tried")
             self.note("checkpoint", {"error": lacking})
         if run.replicas and (memory is not None or placed() is not None):
-            self._mirror(memory, need)
-
-    def _mirror(self, memory: Path | None, need: int) -> None:
-        """Begin to keep replicas, in ``memory`` or the ranks' own folders."""
-        config, folders = self._setup.config, [] if memory is None else [memory]
-        assert config.run.dir is not None
-        run = config.run.dir
-
-        def claim() -> str:
-            if memory is None:
-                folders.append(launched_folder(run))
-            check_folder(folders[0])
-            return host_name(folders[0])
-
-        names = [str(name) for name in together(self._world, claim)]
-        self._replicas = Replicas(
-            folders[0],
-            self._world,
-            names,
-            every=config.run.replicas,
-            asynchronous=config.checkpoint.asynchronous,
-            need=need,
-            timeout=config.run.timeout,
-            ours=memory is None,
-        )
-        if not self._resumes:
-            self._replicas.forget()
+            self._replicas = begin(setup, self._world, memory, need)
+            if not self._resumes:
+                self._replicas.forget()
 
     # --- saving
 
@@ -242,14 +217,17 @@ class Keeper:
         return None if found is None else self._go_to(found)[0]
 
     def _newest(self) -> Path | Whole | None:
-        """The newest of what is on the disk and what is in memory."""
-        path, passed = self._on_disk()
+        """The newest of what is in memory and on the disk, of which nothing is read where memory is no older."""
         replica: Whole | None = None
         if self._replicas is not None:
             replica, odd = self._replicas.newest()
             self._tell("replica", self._replicas.poll())
             self._pass_over(odd)
-        if replica is not None and (path is None or Checkpoint.open(path).scalars["step"] < replica.step):
+        there = self._peers.gather(max((entry.step for entry in committed(self.folder)), default=-1))
+        if replica is not None and replica.step >= max(there):
+            return replica
+        path, passed = self._on_disk()
+        if replica is not None and (path is None or Checkpoint.open(path).scalars["step"] <= replica.step):
             return replica
         if path is None and passed:
             raise WeightsError(f"{self.folder} holds no checkpoint that is whole: {passed[0]}")
