@@ -16,7 +16,7 @@ from plait.core.events import COMPUTE, Event
 from plait.core.plan import Plan
 from plait.models.config import PRESETS
 from plait.models.families import to_hf
-from plait.planner import picture, show
+from plait.planner import picture, ranking, show
 from plait.planner.commands import fixed, model_named, plan_command, read_plan, simulate_command
 
 REQUEST = {"model": "llama3-8b", "cluster_name": "h100", "gpus": 16, "seq": 4096, "global_batch": 32}
@@ -153,7 +153,7 @@ def test_an_empty_timeline_is_drawn_as_nothing() -> None:
     ("value", "text"), [(12.345, "12.3 s"), (123.4, "123 s"), (0.00456, "4.56 ms"), (2e-7, "0.20 us"), (0.0, "0")]
 )
 def test_seconds_in_words(value: float, text: str) -> None:
-    assert show.seconds(value) == text
+    assert ranking.seconds(value) == text
 
 
 @pytest.mark.parametrize("width", [60, 80, 100, 160])
