@@ -53,8 +53,8 @@ class Change:
     def __str__(self) -> str:
         told = self.fields
         return (
-            f"step {told['step']}: pipeline ranks are of unequal speed, {told['slow']} times the fastest's seconds: "
-            f"layers by stage were {told['old']}, are {told['new']} from now on"
+            f"step {told['step']}: layers by stage were {told['old']}, are {told['new']} from now on: for like work "
+            f"pipeline ranks take {told['slow']} times the fastest's seconds, a step is to take {told['gain']:.0%} less"
         )
 
 
