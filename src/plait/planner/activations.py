@@ -109,9 +109,10 @@ def recomputed(steps: Sequence[Step], at: Local, practice: Practice, mode: str) 
 
 def _again(steps: Sequence[Step], at: Local) -> tuple[Step, ...]:
     """The steps of a layer that is computed again as a whole: all that they kept comes back before their backward."""
-    left, found, forward = -at.stream, [], _forward_work(steps)
+    left, found, forward, coming = -at.stream, [], _forward_work(steps), 0.0
     for index, step in enumerate(steps):
         left += step.keeps - step.carried
+        coming = max(coming, left + step.forward + at.stream)
         found.append(
             Step(
                 kind="residual",
@@ -123,6 +124,7 @@ def _again(steps: Sequence[Step], at: Local) -> tuple[Step, ...]:
                 modules=step.modules,
             )
         )
+    found.append(Step(kind="residual", backward=coming))
     return tuple(found)
 
 

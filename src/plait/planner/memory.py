@@ -135,9 +135,10 @@ class Ranks:
             job, both = self._job, self._job.model.tied and "embed" in held and "tail" in held
             beside = ending(job, self._sharing, held, stage.units, both=both)
             whole = passing(job, self._sharing, held, stage.units, both=both)
-            lone = job.microbatches * len(live.stages) == 1
+            # How much of a full rank has gone before a stage's second backward; None: there is none.
+            gone = None if job.microbatches == 1 else 0.0 if steady or len(live.stages) > 1 else stage.keeps
             self._comings[stage, steady] = _Coming(
-                work=_work(stage, whole, split=live.split, steady=steady, lone=lone),
+                work=_work(stage, whole, split=live.split, steady=steady, gone=gone),
                 last=0.0 if beside is None else stage.keeps + float((stage.curves.back + beside).max()),
                 kept=whole.kept,
             )
@@ -262,20 +263,22 @@ def _fullest(
     )
 
 
-def _work(stage: StageMemory, coming: Whole, *, split: bool, steady: bool, lone: bool) -> Mapping[str, float]:
+def _work(stage: StageMemory, coming: Whole, *, split: bool, steady: bool, gone: float | None) -> Mapping[str, float]:
     """The most that F, B and W hold over what was there before. A split backward's gradients are made in W.
 
-    ``steady``: forwards follow backwards, which leave what they reduced last; ``lone``: there is one backward.
+    ``steady``: forwards follow backwards, which leave what they reduced last; ``gone``: see `Ranks`.
     """
+    arriving = stage.arriving if steady else 0.0
     if coming is NOTHING:
-        return {"F": stage.forward, "B": stage.split if split else stage.backward, "W": stage.late}
+        back = stage.split if split else stage.backward
+        return {"F": stage.forward, "B": back + arriving, "W": stage.late + arriving}
     curves = stage.curves
-    back = curves.split if split else curves.back
-    most = float((back + coming.back).max())
-    if not lone:
-        most = max(most, float((back + coming.again).max()) - (0.0 if steady else stage.keeps))
+    curve = curves.split if split else curves.back
+    most = float((curve + coming.back).max())
+    if gone is not None:
+        most = max(most, float((curve + coming.again).max()) - gone)
     return {
         "F": max(float((curves.fore + coming.fore).max()), stage.keeps) + (coming.rest if steady else 0.0),
-        "B": max(most, 0.0),
-        "W": max(float((curves.late + coming.late).max()), 0.0),
+        "B": max(most, 0.0) + arriving,
+        "W": max(float((curves.late + coming.late).max()), 0.0) + arriving,
     }

@@ -56,6 +56,7 @@ def sharing_of(job: Job) -> Sharing:
     """How the data ranks of ``job`` share state."""
     plan = job.plan
     dense, expert = _shared(job)
+    kind = Compression.parse(plan.compress)
     return Sharing(
         zero=plan.zero,
         dense=dense,
@@ -64,6 +65,8 @@ def sharing_of(job: Job) -> Sharing:
         step=plan.gather == "step",
         width=4.0 if plan.precision == "fp32" else 2.0,
         wire=(_beside(job, expert=False), _beside(job, expert=True)),
+        # Magnitudes in fp32, and the values and places of the largest.
+        spike=4.0 + 12.0 * kind.share if kind.kind == "topk" else 0.0,
         light=plan.node is not None or plan.compress == "half",
         split=plan.schedule.startswith("zb") or plan.schedule.endswith("-v"),
         many=job.microbatches > 2,

@@ -132,14 +132,22 @@ def cpu_of(job: Job) -> bool:
 def product_work(at: Local, inputs: float, outputs: float, *, plain: bool) -> tuple[float, float]:
     """Bytes of temporaries that a linear layer's forward and weight gradient need: fp8 copies; a half-precision weight
     gradient on its way to the fp32 sum (plait); ``inputs``, ``outputs``: widths here."""
-    forward = 0.0
-    if at.fp8 and plain:
-        # fp32 copy, its scaled product and the e4m3 result of the larger factor, beside the smaller one's copy.
-        small, large = sorted((at.rows * inputs, inputs * outputs))
-        forward = max(9 * small, 9 * large) if small == at.rows * inputs else 9 * large
-        forward = max(9 * at.rows * inputs, at.rows * inputs + 9 * inputs * outputs)
     temporary = inputs * outputs * at.width if at.width < WIDE and plain else 0.0
-    return forward, temporary
+    return _copies(at, inputs, inputs * outputs) if plain else 0.0, temporary
+
+
+def _copies(at: Local, width: float, weight: float) -> float:
+    """plait's fp8: of the rows and then of the weight a copy in fp32, what it comes to when it is scaled, and that in
+    e4m3, which stays."""
+    rows = at.rows * width
+    return max(9 * rows, rows + 9 * weight) if at.fp8 else 0.0
+
+
+def gradient_copies(at: Local, kind: str, inputs: float, outputs: float, *, plain: bool) -> list[Step]:
+    """plait's fp8: the step in which a linear layer's input gradient is made, before its weight's."""
+    if not (at.fp8 and plain):
+        return []
+    return [Step(kind=kind, backward=at.rows * outputs * at.width + _copies(at, outputs, inputs * outputs))]
 
 
 def low_width(at: Local, practice: Practice) -> float:

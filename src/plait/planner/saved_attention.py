@@ -6,7 +6,7 @@ from typing import Final
 
 from plait.models.config import ModelConfig
 from plait.planner.job import Practice
-from plait.planner.saved import WIDE, Local, Step, is_plait, kept_input, product_work
+from plait.planner.saved import WIDE, Local, Step, gradient_copies, is_plait, kept_input, product_work
 
 _QK_NORMS: Final = ("attn.k_norm", "attn.q_norm")
 
@@ -22,7 +22,7 @@ def attention(model: ModelConfig, at: Local, practice: Practice, layer: int) -> 
         keeps=kept_input(at, practice, at.stream),
         waits=at.wide_stream + product,
         forward=fp8_qkv + gathered,
-        backward=product + gathered + at.wide_stream + max(temp_qkv, fp8_qkv),
+        backward=product + gathered + at.wide_stream + temp_qkv,
         late=temp_qkv,
         modules=("attn.qkv",),
     )
@@ -32,11 +32,12 @@ def attention(model: ModelConfig, at: Local, practice: Practice, layer: int) -> 
         keeps=rows * at.query * e,
         waits=at.wide_stream + rows * at.query * e,
         forward=fp8_out + at.wide_stream,
-        backward=rows * at.query * e + gathered + max(temp_out, fp8_out),
+        backward=rows * at.query * e + gathered + temp_out,
         late=temp_out,
         modules=("attn.out",),
     )
-    return [joined, *core, out]
+    joined_copies = gradient_copies(at, "attention", at.hidden, at.query + 2 * at.key, plain=plait)
+    return [joined, *joined_copies, *core, out, *gradient_copies(at, "attention", at.query, at.hidden, plain=plait)]
 
 
 def _core(model: ModelConfig, at: Local, practice: Practice, layer: int) -> list[Step]:
@@ -74,12 +75,13 @@ def _across(at: Local, lse: float, q: float, k: float, v: float) -> Step:
     forward, backward = 0.0, 2 * q + 2 * (k + v)
     if at.context == "ring":
         passing = 2 * (k + v)
-        forward, backward = q * wide + passing, q * wide + q + passing * (1 + wide)
+        # Keys and values under way; in backward the gradients of a step, those that go, those that come, in fp32.
+        forward, backward = q * wide + passing, q * (2 + wide) + (k + v) * (1 + 3 * wide)
     elif at.context == "gather":
         # As they come, and in the order of the sample; their gradients so, in the order of ranks, joined, and summed.
         every = at.cp * (k + v)
         forward = q * (1 + wide) + k + v + 2 * every
-        backward = q * (1 + wide) + 2 * every + (3 * every + 2 * (k + v)) * wide
+        backward = q * (2 + wide) + 2 * every + (3 * every + 2 * (k + v)) * wide
     elif at.context == "ulysses":
         forward = q + k + v
     return Step(kind="attention core", keeps=lse, forward=forward, backward=backward)
@@ -131,10 +133,12 @@ def latent(model: ModelConfig, at: Local, practice: Practice) -> list[Step]:
     if at.cpu and mla.qk_dim != mla.v_dim and at.context in ("none", "ulysses"):
         # torch's kernels on a CPU want one width: what runs is the plain softmax, in fp32.
         scores = float(WIDE * at.rows * at.heads * at.seq * (at.cp if at.context == "ulysses" else 1))
-        keys = rows * at.heads * 2 * mla.qk_dim * WIDE
-        wide = keys + rows * at.heads * mla.v_dim * WIDE
-        work = 2 * scores + keys
-        parts += [Step(kind="attention core", keeps=wide + scores, forward=scores, backward=work, inputs=2 * q + up)]
+        wide = rows * at.heads * (2 * mla.qk_dim + mla.v_dim) * WIDE
+        # Scores' gradients before and after the softmax, and that of the keys; the values are no longer needed then.
+        work = 2 * scores + rows * at.heads * (mla.qk_dim - mla.v_dim) * WIDE
+        # In forward the mask as well, and queries and keys before they are scaled.
+        fore = scores * (1 + 1 / (at.samples * at.heads)) + (4 * q if e < WIDE else 0.0)
+        parts += [Step(kind="attention core", keeps=wide + scores, forward=fore, backward=work, inputs=2 * q + up)]
     else:
         # The whole up projection stays behind v; the output is copied out of the heads' layout.
         parts += [

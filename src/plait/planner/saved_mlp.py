@@ -6,7 +6,7 @@ from plait.models.config import ModelConfig
 from plait.models.parts import MoEConfig
 from plait.planner.habits import habits_of
 from plait.planner.job import Practice
-from plait.planner.saved import WIDE, Local, Step, is_plait, kept_input, low_width, product_work
+from plait.planner.saved import WIDE, Local, Step, gradient_copies, is_plait, kept_input, low_width, product_work
 
 
 def mlp(model: ModelConfig, at: Local, practice: Practice, ffn: int, kind: str = "mlp") -> list[Step]:
@@ -16,7 +16,6 @@ def mlp(model: ModelConfig, at: Local, practice: Practice, ffn: int, kind: str =
     fp8_up, temp_up = product_work(at, at.hidden, up / (rows * e), plain=plait)
     fp8_down, temp_down = product_work(at, ffn, at.hidden, plain=plait)
     gathered = at.wide_stream if at.sp else 0.0
-    fp8_back = 9 * up / e if at.fp8 and plait else 0.0
     module = "mlp" if kind == "mlp" else f"mlp.{kind}"
     # The shared expert reads what the router reads: kept once.
     first = Step(
@@ -24,7 +23,7 @@ def mlp(model: ModelConfig, at: Local, practice: Practice, ffn: int, kind: str =
         keeps=kept_input(at, practice, at.stream) if kind == "mlp" else 0.0,
         waits=at.wide_stream + up,
         forward=fp8_up + gathered,
-        backward=up + gathered + max(at.wide_stream + temp_up, fp8_back),
+        backward=up + gathered + at.wide_stream + temp_up,
         late=temp_up,
         modules=(f"{module}.gate_up", f"{module}.up"),
     )
@@ -37,11 +36,12 @@ def mlp(model: ModelConfig, at: Local, practice: Practice, ffn: int, kind: str =
         keeps=inner * low_width(at, practice) / e,
         waits=at.wide_stream + inner,
         forward=fp8_down + at.wide_stream,
-        backward=inner + gathered + max(temp_down, fp8_down),
+        backward=inner + gathered + temp_down,
         late=temp_down,
         modules=(f"{module}.down",),
     )
-    return [first, act, second]
+    first_copies = gradient_copies(at, kind, at.hidden, up / (rows * e), plain=plait)
+    return [first, *first_copies, act, second, *gradient_copies(at, kind, ffn, at.hidden, plain=plait)]
 
 
 def experts(model: ModelConfig, at: Local, practice: Practice, moe: MoEConfig) -> list[Step]:
@@ -97,16 +97,22 @@ def experts(model: ModelConfig, at: Local, practice: Practice, moe: MoEConfig) -
         ]
     slots = max(1, moe.num_experts // at.ep)
     arrived = computed_bytes if apart else 0.0
-    product = sent_bytes + arrived + 4 * inner + computed_bytes + 2 * computed_bytes / slots
-    # On the way back: what came and what goes, each once as it lies on the wire and once sorted.
-    wire = 2 * arrived if at.ep > 1 else arrived
-    back = 2 * sent_bytes + wire + 3 * inner + (2 * computed_bytes + 2 * sent_bytes if apart else computed_bytes)
+    # Half-precision weight gradients go to the fp32 sum expert by expert: one is made while the last is still there.
+    late = min(2, slots) * 2 * ffn * at.hidden * e if e < WIDE else 0.0
+    product = sent_bytes + arrived + 4 * inner + computed_bytes + max(late, 2 * computed_bytes / slots)
+    if at.etp == 1 and apart:
+        # While weight gradients are made, all is there that came and that goes, as it lies on the wire and sorted.
+        back = 2 * sent_bytes + 2 * arrived + 3 * inner + 2 * computed_bytes + late
+    else:
+        wire = 2 * arrived if at.ep > 1 else arrived
+        back = 2 * sent_bytes + wire + 3 * inner + (2 * computed_bytes + 2 * sent_bytes if apart else computed_bytes)
     work = Step(
         kind="experts",
         keeps=computed_bytes + 2 * inner,
         waits=2 * computed_bytes + 3 * inner,
         forward=2 * computed_bytes + 2 * sent_bytes if apart else computed_bytes,
         backward=max(product, back),
+        late=late,
         modules=("mlp.experts.down", "mlp.experts.gate_up"),
     )
     weighing = Step(

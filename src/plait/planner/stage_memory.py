@@ -50,6 +50,8 @@ class StageMemory:
     """``keeps`` by kind."""
     late: float
     """The most in W, over what waits for it."""
+    arriving: float
+    """What the stage before sends for the next forward meanwhile."""
     turns: float
     """What the steps of its largest layer work with, one after the other: memory that is taken and given back."""
     logits: float
@@ -114,8 +116,8 @@ def stage_memory(
     parts += ["tail"] * last
     curves = Curves(
         fore=_forward(everything, extra, at, last=last),
-        back=_backward(everything, at, last=last, split=False),
-        split=_backward(everything, at, last=last, split=True),
+        back=_backward(everything, at, last=last, split=False, plait=plait),
+        split=_backward(everything, at, last=last, split=True, plait=plait),
         late=_late(everything),
     )
     keeps = sum(kinds.values())
@@ -126,6 +128,7 @@ def stage_memory(
         backward=max(float(curves.back.max()), 0.0),
         split=max(float(curves.split.max()), 0.0),
         late=max(float(curves.late.max()), 0.0),
+        arriving=at.stream if plait and index > 0 else 0.0,
         kinds=MappingProxyType(kinds),
         turns=max((sum(map(_turn, run.steps)) for run in runs), default=0.0),
         logits=kinds.get("logits", 0.0),
@@ -225,8 +228,11 @@ def _forward(runs: list[Run], extra: float, at: Local, *, last: bool) -> Floats:
     return curve
 
 
-def _backward(runs: list[Run], at: Local, *, last: bool, split: bool) -> Floats:
-    """In a backward, from the last layer on: the gradient of the residual stream, and a step's own work."""
+def _backward(runs: list[Run], at: Local, *, last: bool, split: bool, plait: bool) -> Floats:
+    """In a backward, from the last layer on: the gradient of the residual stream, and a step's own work.
+
+    What came from the next stage stays to the end, beside the stream's gradient behind the first branch.
+    """
     change, found = 0.0, []
     for place, run in enumerate(reversed(runs)):
         head = last and place == 0
@@ -237,7 +243,11 @@ def _backward(runs: list[Run], at: Local, *, last: bool, split: bool) -> Floats:
         inner = np.array(run.splits if split else run.backs) + stream
         found.append((change + step * np.arange(run.count)[:, None] + inner).ravel())
         change += step * run.count
-    return np.concatenate(found)
+    curve = np.concatenate(found)
+    if plait and not last:
+        first = next(index for index, step in enumerate(reversed(runs[-1].steps)) if step.modules == ("norm2",))
+        curve[first + 1 :] += at.stream
+    return curve
 
 
 def _late(runs: list[Run]) -> Floats:

@@ -8,26 +8,22 @@ are there for the unit that computes and for the one that comes next (in forward
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from types import MappingProxyType
 from typing import Final, final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from plait.core.plan import Plan
-from plait.models.config import ModelConfig, parameter_shapes
-from plait.parallel.grouping import is_data, pack
-from plait.parallel.rules import Form, rule_of, sizes_of, spec_of
+from plait.models.config import ModelConfig
+from plait.parallel.grouping import pack
+from plait.planner.tensors import Tensor, tensors_of
 
 Floats = NDArray[np.float64]
 Cut = tuple[int, int, int, bool]
 """tp, ep, etp, sp."""
-EMBEDDING: Final = "embed.tokens.weight"
 _BACK: Final = 1 << 30
 """Place of the last norm and the head: behind all layers."""
 _FEW: Final = 6
@@ -61,6 +57,8 @@ class Sharing:
     """Bytes of a weight."""
     wire: tuple[float, float]
     """Bytes an element that lie beside a gradient while it is reduced: of dense tensors, of experts."""
+    spike: float
+    """Bytes an element of a bucket's largest tensor that lie beside it while what is sent is made."""
     light: bool
     """Whether a gradient itself goes as soon as what is sent has been made (the first of a step)."""
     split: bool
@@ -86,62 +84,6 @@ class Whole:
     """Weights that stay between actions (``gather=step``)."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Tensor:
-    """A parameter of one layer, or of an end of the model."""
-
-    name: str
-    """Within its part."""
-    size: int
-    kind: tuple[bool, ...]
-    """What tensors of a bucket have in common."""
-    expert: bool
-    product: bool
-    """Whether its gradient is a product that waits for W where the backward is split."""
-    width: float | None
-    """Bytes of a weight; None: the precision's."""
-
-
-@lru_cache(maxsize=512)
-def _tensors(model: ModelConfig, tp: int, ep: int, etp: int, sp: bool) -> Mapping[str, tuple[_Tensor, ...]]:
-    """By part, what trains; the embedding of a tied model is in ``tied`` as well, as the tail's."""
-    fold = ep * etp // math.gcd(ep * etp, tp)
-    plan = Plan(tp=tp, dp=fold, ep=ep, expert_tp=etp, sequence_parallel=sp)
-    mesh = plan.mesh(tp * fold)
-    at = mesh.coordinate(0)
-    firsts = {("dense" if model.moe_of(layer) is None else "moe"): layer for layer in reversed(range(model.num_layers))}
-    found: dict[str, list[_Tensor]] = {}
-    for name, shape in parameter_shapes(model).items():
-        head, _, rest = name.partition(".")
-        if head == "layers":
-            layer, _, rest = rest.partition(".")
-            head = "dense" if model.moe_of(int(layer)) is None else "moe"
-            if firsts[head] != int(layer):
-                continue
-        elif head != "embed":
-            head, rest = "tail", name
-        if name.endswith(".router.bias"):
-            continue
-        spec = spec_of(name, shape, model, plan)
-        sizes = sizes_of(spec, mesh)
-        copies = [copies for piece in spec.pieces(sizes, at) for copies in piece.copies]
-        partial = any(one.partial and not is_data(one.axis) for one in copies)
-        router = ".router." in name
-        form = rule_of(name).form
-        one = _Tensor(
-            name=rest,
-            size=spec.local_size(sizes, at),
-            kind=(len(shape) > 1, partial, spec.expert, router),
-            expert=spec.expert,
-            product=form in (Form.COLUMN, Form.ROW, Form.MIXTURE) and not router and not name.endswith("bias"),
-            width=4.0 if router else None,
-        )
-        found.setdefault(head, []).append(one)
-        if name == EMBEDDING and model.tied:
-            found["tied"] = [_Tensor(**{**one.__dict__, "name": "head.weight", "product": True})]
-    return MappingProxyType({part: tuple(rows) for part, rows in found.items()})
-
-
 @final
 @dataclass(kw_only=True)
 class _Bucket:
@@ -150,6 +92,8 @@ class _Bucket:
     size: float
     wire: float
     """Beside it while it is reduced."""
+    spike: float
+    """Beside it while that is made."""
     first: int
     contributions: int
 
@@ -169,13 +113,14 @@ class _Event:
 def whole(model: ModelConfig, cut: Cut, units: tuple[Unit, ...], sharing: Sharing, both: bool, tied: bool) -> Whole:
     """Of a stage of ``units``; ``both``: it has both ends of a tied embedding; ``tied``: its head is one."""
     short, copies = _shortened(units, sharing)
-    parts = _tensors(model, *cut)
+    parts = tensors_of(model, *cut)
     rows = [(place, unit, _of(parts, unit.part, tied=tied)) for place, unit in _places(short)]
-    buckets, events, steps = _events(rows, sharing, both=both)
+    buckets, events, steps = _events(rows, sharing, both=both, tied=model.tied)
     weights = [_weights(tensors, sharing) for _, _, tensors in rows]
     if both and sharing.step:
         weights[-1] -= _weights(parts["tied"], sharing)  # there once
-    fore, back = _gathered(rows, weights, keep=sharing.step)
+    every = sum(one * n for one, n in zip(weights, copies, strict=True))
+    fore, back = _gathered(rows, weights, every if sharing.step else None)
     late = np.zeros(steps)
     if sharing.split:
         early = [one for one in events if not one.late]
@@ -184,7 +129,7 @@ def whole(model: ModelConfig, cut: Cut, units: tuple[Unit, ...], sharing: Sharin
         later, rest = _walk(early, buckets, steps, rest, armed=False)
         late, rest = _walk([one for one in events if one.late], buckets, steps, rest, armed=False)
         # Behind a B comes its W, as a rule: the weights that were needed last are still there.
-        late += sum(weights) if sharing.step else weights[min(1, len(weights) - 1) if rows[0][1].part == "embed" else 0]
+        late += every if sharing.step else weights[min(1, len(weights) - 1) if rows[0][1].part == "embed" else 0]
     else:
         first, rest = _walk(events, buckets, steps, 0.0, armed=True, fresh=sharing.light)
         for _ in range(1 + sharing.many):
@@ -196,7 +141,7 @@ def whole(model: ModelConfig, cut: Cut, units: tuple[Unit, ...], sharing: Sharin
         again=_stretched(back + later, lengths[::-1], copies[::-1]),
         late=_stretched(late, lengths[::-1], copies[::-1]),
         rest=rest,
-        kept=float(sum(one * n for one, n in zip(weights, copies, strict=True))) if sharing.step else 0.0,
+        kept=every if sharing.step else 0.0,
     )
 
 
@@ -204,21 +149,22 @@ def whole(model: ModelConfig, cut: Cut, units: tuple[Unit, ...], sharing: Sharin
 def launched(model: ModelConfig, cut: Cut, units: tuple[Unit, ...], sharing: Sharing, both: bool, tied: bool) -> Floats:
     """What lies beside gradients that are being summed, at each step of a stage's last backward (ZeRO 0 and 1): a
     bucket's sum starts with its last gradient, in the order of buckets (`plait.parallel.reduction.AtEnd`)."""
-    parts = _tensors(model, *cut)
+    parts = tensors_of(model, *cut)
     rows = [(place, unit, _of(parts, unit.part, tied=tied)) for place, unit in _places(units)]
-    buckets, events, steps = _events(rows, sharing, both=both)
+    buckets, events, steps = _events(rows, sharing, both=both, tied=model.tied)
     found, total, next_ = np.zeros(steps), 0.0, 0
     waiting = [bucket.contributions for bucket in buckets]
     for one in events:
         waiting[one.bucket] -= 1
         while next_ < len(buckets) and waiting[next_] == 0:
+            found[one.step] = max(found[one.step], total + buckets[next_].spike)
             total += buckets[next_].wire
             next_ += 1
-        found[one.step] = total
-    return np.maximum.accumulate(found)
+        found[one.step] = max(found[one.step], total)
+    return found
 
 
-def _of(parts: Mapping[str, tuple[_Tensor, ...]], part: str, *, tied: bool) -> tuple[_Tensor, ...]:
+def _of(parts: Mapping[str, tuple[Tensor, ...]], part: str, *, tied: bool) -> tuple[Tensor, ...]:
     return parts[part] + (parts["tied"] if part == "tail" and tied else ())
 
 
@@ -255,11 +201,11 @@ def _stretched(values: Floats, lengths: Sequence[int], copies: Sequence[int]) ->
     return np.concatenate(parts)
 
 
-def _shares(one: _Tensor, sharing: Sharing) -> bool:
+def _shares(one: Tensor, sharing: Sharing) -> bool:
     return sharing.zero < 2 or (sharing.expert if one.expert else sharing.dense)
 
 
-def _weights(tensors: Sequence[_Tensor], sharing: Sharing) -> float:
+def _weights(tensors: Sequence[Tensor], sharing: Sharing) -> float:
     """Bytes of a unit's weights when they are whole."""
     if sharing.zero < 3:
         return 0.0
@@ -267,12 +213,12 @@ def _weights(tensors: Sequence[_Tensor], sharing: Sharing) -> float:
 
 
 def _gathered(
-    rows: Sequence[tuple[int, Unit, tuple[_Tensor, ...]]], weights: Sequence[float], *, keep: bool
+    rows: Sequence[tuple[int, Unit, tuple[Tensor, ...]]], weights: Sequence[float], kept: float | None
 ) -> tuple[Floats, Floats]:
-    """Whole weights at the steps of a forward, and of a backward."""
+    """Whole weights at the steps of a forward, and of a backward; ``kept``: where all stay, how much they are."""
     lengths = [len(unit.steps) for _, unit, _ in rows]
-    if keep:
-        total = np.full(sum(lengths), sum(weights))
+    if kept is not None:
+        total = np.full(sum(lengths), kept)
         return total, total
     fore, back = [], []
     for at, one in enumerate(weights):
@@ -285,18 +231,17 @@ def _gathered(
 
 
 def _events(
-    rows: Sequence[tuple[int, Unit, tuple[_Tensor, ...]]], sharing: Sharing, *, both: bool
+    rows: Sequence[tuple[int, Unit, tuple[Tensor, ...]]], sharing: Sharing, *, both: bool, tied: bool
 ) -> tuple[list[_Bucket], list[_Event], int]:
-    """Buckets, what comes into them in the order of backward, and how many steps there are."""
+    """Buckets, what comes into them in the order of backward, and how many steps there are; ``tied``: the model's
+    embedding is its head."""
     held = [(place, one) for place, _, tensors in rows for one in tensors if _shares(one, sharing)]
     if both:
         held = [row for row in held if row[1].name != "head.weight"]
     held.reverse()
-    tied = [one.name == "head.weight" and place == _BACK for place, one in held]
-    kinds = [
-        (*one.kind, one.name == "tokens.weight", alone, place if sharing.zero == 3 else 0)
-        for (place, one), alone in zip(held, tied, strict=True)
-    ]
+    # A tied embedding that is here with one of its ends is apart.
+    ends = {"tokens.weight", "head.weight"} if tied and not both else set()
+    kinds = [(*one.kind, one.name in ends, place if sharing.zero == 3 else 0) for place, one in held]
     groups = pack(list(zip(kinds, (4 * one.size for _, one in held), strict=True)), sharing.bucket)
     of = {(held[index][0], held[index][1].name): number for number, group in enumerate(groups) for index in group}
     buckets = []
@@ -304,7 +249,8 @@ def _events(
         size = sum(held[index][1].size for index in group)
         wire = sharing.wire[held[group[0]][1].expert] * size
         first = min(held[index][0] for index in group)
-        buckets.append(_Bucket(size=4.0 * size, wire=wire, first=first, contributions=0))
+        spike = sharing.spike * max(held[index][1].size for index in group)
+        buckets.append(_Bucket(size=4.0 * size, wire=wire, spike=spike, first=first, contributions=0))
     events: list[_Event] = []
     step = 0
     for place, unit, tensors in reversed(rows):
@@ -343,7 +289,7 @@ def _walk(
         if number not in opened:
             opened[number] = buckets[number].size
             held += buckets[number].size
-        found[step] = max(found[step], held + under + buckets[number].wire)
+        found[step] = max(found[step], held + under + max(buckets[number].wire, buckets[number].spike))
         held -= opened.pop(number)
         under = (0.0 if fresh else buckets[number].size) + buckets[number].wire
 

@@ -24,6 +24,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from plait.comm.world import World
+from plait.core.compression import Compression
 from plait.core.config import Config
 from plait.core.errors import PlanError
 from plait.core.legal import check
@@ -151,7 +152,8 @@ class _Dry:
             optimizer = make_optimizer(Config(), parallel)
             if optimizer is not None:
                 optimizer.step()
-            if self._plan.schedule == "2bw":
+            if self._plan.schedule == "2bw" or Compression.parse(self._plan.compress).kind in ("topk", "powersgd"):
+                # Two versions of the weights, or what error feedback keeps: there from the first step on.
                 self._forward_backward(0)
                 self._close(optimizer)
             world.book.ledger.clear()
