@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from dataclasses import replace
 from functools import lru_cache
 
 from plait.core.topology import Measured, Topology
@@ -54,10 +55,28 @@ def meeting(measured: Measured, ranks: int, apart: float) -> float:
     return points[-1][1]
 
 
+def crowded(topology: Topology, ranks: int) -> bool:
+    """Whether ``ranks`` take turns on the cores of one host."""
+    return topology.cores is not None and topology.cores < ranks <= topology.tiers[0].size
+
+
+def own_cores(topology: Topology, ranks: int) -> Topology:
+    """``topology`` as if each of ``ranks`` had a core to itself: what takes turns takes no less than there."""
+    if not crowded(topology, ranks):
+        return topology
+    measured = topology.measured
+    factor = (topology.cores or ranks) / (ranks * (measured.crowding or 1.0))
+    comm = tuple(replace(point, seconds=point.seconds * factor) for point in measured.comm)
+    meetings = tuple(replace(point, seconds=point.seconds * factor) for point in measured.meetings)
+    tiers = tuple(replace(t, bandwidth=t.bandwidth / factor, latency=t.latency * factor) for t in topology.tiers)
+    measured = replace(measured.slowed(factor), comm=comm, meetings=meetings)
+    return replace(topology, device=topology.device.slowed(factor), tiers=tiers, measured=measured)
+
+
 def span_of(pipe: Pipeline, job: Job) -> float:
     """Seconds of the pipeline of ``job``: ranks that are more than their host's cores work while others wait."""
     cores, world, measured = job.topology.cores, job.world_size, job.topology.measured
-    if cores is None or world <= cores or pipe.ranks == 1 or world > job.topology.tiers[0].size:
+    if cores is None or not crowded(job.topology, world) or pipe.ranks == 1:
         return makespan(pipe)
     actions = pipe.microbatches * len(pipe.forward) * 3
     return (
