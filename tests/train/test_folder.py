@@ -128,7 +128,7 @@ def test_a_folder_of_checkpoints_is_one_runs_too(tokens: Path, tmp_path: Path) -
 def test_an_interrupt_says_how_the_run_goes_on(tokens: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     run = config(tokens, tmp_path / "runs/a")
-    with pytest.raises(KeyboardInterrupt, match="--resume runs/a goes on from step 0, as there is no"), claimed(run):
+    with pytest.raises(KeyboardInterrupt, match="--resume runs/a starts it anew, as there is no"), claimed(run):
         raise KeyboardInterrupt
     for step in (20, 40):
         (tmp_path / f"runs/a/checkpoints/step-{step:08d}").mkdir(parents=True)

@@ -51,8 +51,8 @@ def _goes_on(home: Path, checkpoints: Path) -> str:
     with suppress(WeightsError):
         newest = committed(checkpoints)[-1:]
     shown = home.relative_to(Path.cwd()) if home.is_relative_to(Path.cwd()) else home
-    where = f"from step {newest[0].step}" if newest else "from step 0, as there is no checkpoint yet"
-    return f"plait train --resume {shown} goes on {where}"
+    does = f"goes on from step {newest[0].step}" if newest else "starts it anew, as there is no checkpoint yet"
+    return f"plait train --resume {shown} {does}"
 
 
 @contextmanager
