@@ -20,16 +20,26 @@ def test_presets_make_sense(name: str) -> None:
     assert found.devices == 4096
     assert near.bandwidth > far.bandwidth
     assert far.size >= 4096
-    assert found.device.peaks["bf16"] > found.device.peaks["fp32"]
-    # The operations a byte at which products stop being bound by memory: hundreds on every device of the last decade.
-    assert 100 < found.device.peaks["bf16"] / found.device.bandwidth < 600
+    half = found.device.peaks["fp16"]
+    assert half > found.device.peaks["fp32"]
+    assert found.device.peaks.get("bf16") == (None if name.startswith("v100") else half)
+    # The operations a byte at which products stop being bound by memory: hundreds on every device of the last decade
+    # but one whose rate was cut for export.
+    assert (30 if name == "h20" else 100) < half / found.device.bandwidth < 600
     assert found.device.source
     assert parse(dump(found)) == found
 
 
 @pytest.mark.parametrize(
     ("name", "bf16", "gib", "domain"),
-    [("a100-80g", 312e12, 80, 8), ("h200", 989e12, 141, 8), ("gb200", 2500e12, 186, 72), ("gh200", 989e12, 96, 4)],
+    [
+        ("a100-80g-pcie", 312e12, 80, 8),
+        ("h20", 148e12, 96, 8),
+        ("a100-80g", 312e12, 80, 8),
+        ("h200", 989e12, 141, 8),
+        ("gb200", 2500e12, 186, 72),
+        ("gh200", 989e12, 96, 4),
+    ],
 )
 def test_figures_of_the_data_sheets(name: str, bf16: float, gib: float, domain: int) -> None:
     found = cluster(name, 8)

@@ -97,9 +97,9 @@ def test_measured_attention() -> None:
     assert seconds(machine, backward) == pytest.approx(point.backward)
 
 
-@pytest.mark.parametrize(("gpu", "preset", "median"), [("A100-PCIe", "a100-80g", 0.07), ("B200", "b200", 0.15)])
+@pytest.mark.parametrize(("gpu", "preset", "median"), [("A100-PCIe", "a100-80g-pcie", 0.07), ("B200", "b200", 0.15)])
 def test_calibration_products(shared: Path, gpu: str, preset: str, median: float) -> None:
-    """SimuMax's measured products of each shape, but for one factor of the device (PCIe cards run at 300 W)."""
+    """SimuMax's measured products of each shape, but for one factor of the device."""
     rows = json.loads((shared / "published" / "calib_gemm_sdpa_simumax.json").read_text(encoding="utf-8"))["rows"]
     machine = Machine(cluster(preset, 8))
     errors = []

@@ -52,14 +52,16 @@ def _gpu(
     fp32: float,
     fp8: float = 0.0,
     fp4: float = 0.0,
+    fp16: float = 0.0,
     tensor_fp32: bool = True,
     source: str = _ML,
     kind: str = "gpu",
 ) -> Device:
-    """``memory`` in bytes, ``bandwidth`` in TB/s, rates in TFLOP/s; fp16 runs at the rate of bf16. 0: the device has no
-    such units. tf32, which torch uses for fp32 products only when told to, has half the rate of bf16 on NVIDIA's."""
+    """``memory`` in bytes, ``bandwidth`` in TB/s, rates in TFLOP/s; ``fp16`` 0: at the rate of bf16. 0 elsewhere: the
+    device has no such units. tf32, which torch uses for fp32 products only when told to, has half the rate of bf16 on
+    NVIDIA's."""
     tf32 = bf16 / 2 if tensor_fp32 else 0.0
-    rates = {"fp32": fp32, "tf32": tf32, "bf16": bf16, "fp16": bf16, "fp8": fp8, "fp4": fp4}
+    rates = {"fp32": fp32, "tf32": tf32, "bf16": bf16, "fp16": fp16 or bf16, "fp8": fp8, "fp4": fp4}
     peaks = {precision: rate * 1e12 for precision, rate in rates.items() if rate}
     return Device(name=name, memory=memory, peaks=peaks, bandwidth=bandwidth * 1e12, kind=kind, source=source)
 
@@ -76,6 +78,11 @@ def _nvidia(device: Device, intra: float, nic: float, domain: int = 8) -> _Prese
 
 def _amd(device: Device, intra: float, nic: float) -> _Preset:
     return _Preset(device=device, domain=8, intra=intra * 1e9, inter=nic * 1e9 / 8, fast="xgmi")
+
+
+def _pcie(device: Device, intra: float, nic: float) -> _Preset:
+    """Cards of a node that meet over its PCIe; ``intra`` in GB/s a direction, ``nic`` in Gbit/s a device."""
+    return _Preset(device=device, domain=8, intra=intra * 1e9, inter=nic * 1e9 / 8, fast="pcie")
 
 
 def _torus(device: Device, link: float, links: int, domain: int) -> _Preset:
@@ -119,6 +126,12 @@ _PRESETS = {
     "gb200": _nvidia(_gpu("GB200", 189471 * _MIB, 8.0, bf16=2500, fp32=80, fp8=5000, fp4=10000), 900, 400, domain=72),
     "b300": _nvidia(_gpu("B300", 275040 * _MIB, 8.0, bf16=2250, fp32=75, fp8=4500, fp4=12600), 900, 800),
     "gb300": _nvidia(_gpu("GB300", 284208 * _MIB, 8.0, bf16=2500, fp32=80, fp8=5000, fp4=15000), 900, 800, domain=72),
+    "v100-32g": _nvidia(_gpu("V100-32GB-SXM", 32510 * _MIB, 0.9, bf16=0, fp16=125, fp32=15.7), 150, 100),
+    "a100-40g-pcie": _pcie(_gpu("A100-40GB-PCIe", 40960 * _MIB, 1.555, bf16=312, fp32=19.5), 25, 100),
+    "a100-80g-pcie": _pcie(_gpu("A100-80GB-PCIe", 81920 * _MIB, 1.935, bf16=312, fp32=19.5), 25, 100),
+    "h100-pcie": _pcie(_gpu("H100-80GB-PCIe", 81559 * _MIB, 2.0, bf16=756, fp32=51, fp8=1513), 50, 200),
+    "l40s": _pcie(_gpu("L40S-48GB", 46068 * _MIB, 0.864, bf16=362, fp32=91.6, fp8=733), 25, 100),
+    "h20": _nvidia(_gpu("H20-96GB-SXM", 97871 * _MIB, 4.0, bf16=148, fp32=44, fp8=296), 450, 400),
     "mi300x": _amd(_gpu("MI300X", 192 * _GIB, 5.3, bf16=1307, fp32=163.4, tensor_fp32=False, fp8=2610), 448, 400),
     "mi325x": _amd(_gpu("MI325X", 256 * _GIB, 6.0, bf16=1300, fp32=163.4, tensor_fp32=False, fp8=2610), 448, 400),
     "mi355x": _amd(
@@ -129,12 +142,13 @@ _PRESETS = {
     "tpu-v5p": _torus(_tpu("TPU-v5p", 95, 2.8, 459), 90, 6, 8960),
     "tpu-v6e": _torus(_tpu("TPU-v6e", 32, 1.6, 920), 90, 4, 256),
 }
-# Beside the presets: devices that published measurements name, without a usual cluster of their own.
-_OTHERS = {"A100-80GB-PCIe": _gpu("A100-80GB-PCIe", 81920 * _MIB, 1.935, bf16=312, fp32=19.5)}
 _ALIASES = {
     "a100": "a100-80g",
     "a100-sxm": "a100-80g",
     "a800-80g": "a800",
+    "a100-pcie": "a100-80g-pcie",
+    "v100": "v100-32g",
+    "v100-sxm": "v100-32g",
     "h100-80g": "h100",
     "h100-sxm": "h100",
     "h200-141g": "h200",
@@ -177,7 +191,7 @@ def cluster(name_or_path: str | Path, devices: int) -> Topology:
 
 def device(name: str) -> Device:
     """The device of a preset, or one by the name that published measurements give it (``A100-80GB-SXM``)."""
-    found = {preset.device.name: preset.device for preset in _PRESETS.values()} | _OTHERS
+    found = {preset.device.name: preset.device for preset in _PRESETS.values()}
     by_word = {_plain(key): each for key, each in found.items()}
     preset = _PRESETS.get(_ALIASES.get(name.lower(), name.lower()))
     if preset is not None:

@@ -102,6 +102,7 @@ CONSTANTS: Mapping[str, Constant] = {
     "gemm_share.GB300": _c(0.56, "of peak", "rate of a large product, no waves lost, 1400 W", "megatron_bridge_perf"),
     "fp4_share": _c(0.45, "of peak", "the same in fp4", "megatron_bridge_perf"),
     "processors": _c(132, "count", "processors that tiles are spread over (SMs)", "data sheet"),
+    "processors.V100": _c(80, "count", "processors that tiles are spread over (SMs)", "data sheet"),
     "processors.A100": _c(108, "count", "processors that tiles are spread over (SMs)", "data sheet"),
     "processors.B200": _c(148, "count", "processors that tiles are spread over (SMs)", "data sheet"),
     "processors.MI300": _c(304, "count", "processors that tiles are spread over (CUs)", "data sheet"),
@@ -120,6 +121,7 @@ CONSTANTS: Mapping[str, Constant] = {
     "watts.500W": _c(
         0.85, "1", "square root of 500 W over 700 W: rate follows clock, power its square or more", "physics"
     ),
+    "watts.PCIe": _c(0.87, "1", "the same of 300 W over an A100's 400", "physics"),
     "watts.96GB": _c(
         0.91,
         "1",

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Final
 
-from plait.core.errors import ConfigError, PlanError
+from plait.core.errors import PlanError
 from plait.core.plan import Plan
 from plait.core.topology import Tier, Topology
 from plait.models.config import MLAConfig, ModelConfig, MoEConfig
@@ -269,9 +269,7 @@ def _topology(row: Row) -> Topology:
     """The row's own node size and bandwidths; what it leaves open or assumes is that of the preset with this device."""
     given = row.cluster
     part = device(given["device"])
-    preset = next((cluster(name, 1) for name in names() if name != "local" and _is(name, part.name)), None)
-    if preset is None:
-        raise ConfigError(f"device {part.name!r} has no preset of a cluster")
+    preset = next(cluster(name, 1) for name in names() if name != "local" and _is(name, part.name))
     near, far = preset.tiers[0], preset.tiers[-1]
     node, devices = given["devices_per_node"], given["devices"]
     open_ = given["intra_GBps"] is None or "cluster.intra_GBps" in row.assumed
