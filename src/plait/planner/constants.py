@@ -121,7 +121,6 @@ CONSTANTS: Mapping[str, Constant] = {
     "watts.500W": _c(
         0.85, "1", "square root of 500 W over 700 W: rate follows clock, power its square or more", "physics"
     ),
-    "watts.PCIe": _c(0.87, "1", "the same of 300 W over an A100's 400", "physics"),
     "watts.96GB": _c(
         0.91,
         "1",
