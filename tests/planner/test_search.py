@@ -12,7 +12,9 @@ import pytest
 
 from plait.core.errors import ConfigError, PlanError
 from plait.core.legal import check, divisors
+from plait.core.mesh import ORDERS
 from plait.core.plan import Plan
+from plait.core.topology import Topology
 from plait.models.config import PRESETS, ModelConfig, MoEConfig
 from plait.parallel.layout import model_shape
 from plait.planner.bounds import Bounds
@@ -34,6 +36,7 @@ DENSE = ModelConfig(
     ffn_size=11008,
     max_positions=8192,
 )
+NARROW = dataclasses.replace(DENSE, vocab_size=2048, hidden_size=1024, num_heads=8, ffn_size=2048)
 EXPERTS = ModelConfig(
     family="mixtral",
     vocab_size=32000,
@@ -48,8 +51,16 @@ EXPERTS = ModelConfig(
 
 
 def request(model: ModelConfig, gpus: int, **keys: object) -> Request:
-    given = {"seq": 4096, "global_batch": 4, "max_memory": 0.9, **keys}
-    return Request(model=model, topology=cluster("a100-40g", gpus), world_size=gpus, **given)  # type: ignore[arg-type]
+    given = {"topology": cluster("a100-40g", gpus), "seq": 4096, "global_batch": 4, "max_memory": 0.9, **keys}
+    return Request(model=model, world_size=gpus, **given)  # type: ignore[arg-type]
+
+
+def nodes_of(size: int, gpus: int, network: float = 1.0) -> Topology:
+    """``gpus`` on nodes of ``size``, ``network`` times as fast as usual between them."""
+    usual = cluster("a100-40g", gpus)
+    inner, outer = usual.tiers[0], usual.tiers[-1]
+    tiers = (dataclasses.replace(inner, size=size), dataclasses.replace(outer, bandwidth=outer.bandwidth * network))
+    return dataclasses.replace(usual, tiers=tiers)
 
 
 def everything(asked: Request) -> Iterator[Plan]:
@@ -91,22 +102,33 @@ def everything(asked: Request) -> Iterator[Plan]:
                         )
                     except PlanError:
                         continue
-                    yield plan
+                    yield from (dataclasses.replace(plan, order=order) for order in ORDERS)
 
 
-@pytest.mark.parametrize(("model", "gpus", "share"), [(DENSE, 4, 0.9), (DENSE, 4, 0.25), (EXPERTS, 2, 0.6)])
-def test_nothing_legal_is_faster(model: ModelConfig, gpus: int, share: float) -> None:
+@pytest.mark.parametrize(
+    ("model", "gpus", "share", "domain", "seq"),
+    [(DENSE, 4, 0.25, 4, 4096), (NARROW, 4, 0.9, 2, 8192), (EXPERTS, 2, 0.6, 2, 4096)],
+    ids=("dense", "nodes", "experts"),
+)
+def test_nothing_legal_is_faster(model: ModelConfig, gpus: int, share: float, domain: int, seq: int) -> None:
     """Among uniform plans the best are those of brute force; stage cuts and layer-wise recomputation only add."""
-    asked = request(model, gpus, max_memory=share)
+    asked = request(model, gpus, topology=nodes_of(domain, gpus, 0.1), max_memory=share, seq=seq)
     fitting = []
     for plan in everything(asked):
+        if plan.order != ORDERS[0]:
+            other = predict(asked.job(dataclasses.replace(plan, order=ORDERS[0])))
+            if predict(asked.job(plan)).step_time >= other.step_time:
+                continue  # of each plan the better order, and of equals the usual one
         prediction = predict(asked.job(plan))
         report = memory(asked.job(plan))
         if report.fullest.peak <= asked.memory:
             fitting.append(Candidate(plan=plan, prediction=prediction, memory=report))
+    better = {dataclasses.replace(one.plan, order=ORDERS[0]) for one in fitting if one.plan.order != ORDERS[0]}
+    fitting = [one for one in fitting if one.plan not in better]
+    assert bool(better) == (domain < gpus)
     fitting.sort(key=order)
     found = search(
-        model, asked.topology, world_size=gpus, seq=4096, global_batch=4, max_memory=share, top=40, losers=False
+        model, asked.topology, world_size=gpus, seq=seq, global_batch=4, max_memory=share, top=40, losers=False
     )
     plain = [one for one in found.ranked if one.plan.stages is None and ":" not in one.plan.recompute]
     wanted = [one.plan for one in fitting[: len(plain)]]
@@ -156,6 +178,19 @@ def test_bounds_are_bounds(model: ModelConfig, name: str, gpus: int, batch: int,
         assert sorted(one)[len(tightness) // 2] > enough
 
 
+def test_axes_are_laid_on_tiers_as_is_faster() -> None:
+    """Long samples: transfers between stages are most of what crosses a slow network, unless stages share nodes."""
+    keys = {"world_size": 16, "seq": 32768, "global_batch": 32, "fix": {"pp": 4, "dp": 2, "tp": 2}, "top": 3}
+    slow, fast = (nodes_of(8, 16, network) for network in (0.1, 1e3))
+    found = search(DENSE, slow, **keys)  # type: ignore[arg-type]
+    assert found.best is not None and found.best.plan.order == "dp-pp-cp-tp"
+    assert "order=pp-dp-cp-tp" in {loser.kind for loser in found.losers}
+    usual = search(DENSE, slow, **{**keys, "fix": {"pp": 4, "dp": 2, "tp": 2, "order": ORDERS[0]}}, losers=False)  # type: ignore[arg-type]
+    assert usual.best is not None
+    assert usual.best.prediction.step_time > found.best.prediction.step_time
+    assert {one.plan.order for one in search(DENSE, fast, **keys, losers=False).ranked} == {"pp-dp-cp-tp"}  # type: ignore[arg-type]
+
+
 def test_given_keys_are_kept_and_numbers_that_make_no_request_are_refused() -> None:
     asked = {"world_size": 8, "seq": 4096, "global_batch": 16}
     topology = cluster("a100-80g", 8)
@@ -168,7 +203,9 @@ def test_given_keys_are_kept_and_numbers_that_make_no_request_are_refused() -> N
         search(DENSE, topology, world_size=16, seq=4096, global_batch=16)
     with pytest.raises(ConfigError, match=r"max_memory=1\.5"):
         search(DENSE, topology, **asked, max_memory=1.5)
-    with pytest.raises(PlanError, match="dp=8 is in no plan for 8 ranks: micro=1 with dp=8: a global batch of 3 is not"):
+    with pytest.raises(
+        PlanError, match="dp=8 is in no plan for 8 ranks: micro=1 with dp=8: a global batch of 3 is not"
+    ):
         search(DENSE, topology, world_size=8, seq=4096, global_batch=3, fix={"dp": 8})
 
 
@@ -290,7 +327,10 @@ def test_a_thousand_billion_parameters_of_experts_are_planned_in_seconds() -> No
         ({"ep": 2}, "the model has no experts"),
         ({"live": 8}, "live=8: only schedule=auto"),
         ({"precision": "fp8"}, "precision=fp8: A100-80GB-SXM has no such units; what works: precision=bf16"),
-        ({"zero": 2, "schedule": "2bw"}, "zero=2 with schedule=2bw is in no plan for 8 ranks: schedule=2bw: two versions"),
+        (
+            {"zero": 2, "schedule": "2bw"},
+            "zero=2 with schedule=2bw is in no plan for 8 ranks: schedule=2bw: two versions",
+        ),
         ({"stages": (6, 6, 6, 6, 8)}, "stages=6,6,6,6,8 is in no plan for 8 ranks: stages=6,6,6,6,8 has 5 counts"),
     ],
 )

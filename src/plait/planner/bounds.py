@@ -16,12 +16,14 @@ from typing import Final, final
 
 import numpy as np
 
+from plait.core.mesh import ORDERS
 from plait.core.plan import Plan
 from plait.planner.cell_bounds import CellBounds
 from plait.planner.cell_seconds import CellSeconds
 from plait.planner.chains import SIMULATED, Chains
 from plait.planner.cost import stage_costs
 from plait.planner.leaves import Leaf, Leaves
+from plait.planner.local import own_cores
 from plait.planner.pipes import Floats, Pipe, Pipes
 from plait.planner.room import Peak, Room
 from plait.planner.space import MODES, Cell, Request, meshes, pipeline_sizes, pipelines, stage_cuts
@@ -67,7 +69,7 @@ class Bounds:
     def __init__(self, request: Request) -> None:
         self.request = request
         model = request.model
-        self._machine = machine_of(request.topology)
+        self._machine = machine_of(own_cores(request.topology, request.world_size))
         kinds = [(model.moe_of(layer) is not None, model.window_of(layer)) for layer in range(model.num_layers)]
         self._kinds = list(dict.fromkeys(kinds))
         self._numbers = [self._kinds.index(kind) for kind in kinds]
@@ -250,10 +252,15 @@ class Bounds:
         return self.request.global_batch // (leaf.cell.micro * leaf.dp)
 
     def _hop(self, cell: Cell, pp: int, dp: int) -> float:
-        """Seconds of a transfer between stages."""
+        """Seconds of a transfer between stages, in the better order of axes."""
         cut = self._each.slice(cell)
         size = cut.width * cut.tokens * self.request.model.hidden_size / cell.tp
-        return collective(self._machine, "p2p", size, Group(size=pp, stride=dp * cell.cp * cell.tp)) if pp > 1 else 0.0
+        orders = [str(self.request.fix.get("order", one)) for one in ORDERS]
+        strides = {cell.cp * cell.tp * (dp if order == ORDERS[0] else 1) for order in orders}
+        return min(
+            (collective(self._machine, "p2p", size, Group(size=pp, stride=stride)) for stride in strides if pp > 1),
+            default=0.0,
+        )
 
     def _constant(self, name: str) -> float:
         return self._machine.table.of(name, self._machine.family)

@@ -7,11 +7,12 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, final
 
+from plait.core.mesh import ORDERS
 from plait.core.plan import Plan
 from plait.planner.bounds import Bounds
 from plait.planner.cost import predict
 from plait.planner.memory import memory
-from plait.planner.space import MODES, SCHEDULES, ZEROS, Cell, Request, legal, pipeline_sizes, plan_of
+from plait.planner.space import MODES, SCHEDULES, ZEROS, Cell, Request, legal, orders, pipeline_sizes, plan_of
 from plait.planner.why import Candidate, Loser, reason
 
 _CELLS, _FORMS, _TRIES = 8, 24, 64
@@ -32,6 +33,7 @@ def simplicity(plan: Plan) -> tuple[Any, ...]:
         plan.recompute not in ("none", "selective", "full"),
         plan.tp > 1 and not plan.sp,
         plan.cp > 1,
+        plan.order != ORDERS[0],
         plan.schedule != "1f1b",
         plan.recompute != "none",
         plan.expert_tp is not None,
@@ -71,8 +73,14 @@ class Losers:
                     wanted = {axis: value} if axis in ("pp", "schedule") else {"pp": best.pp, axis: value}
                     yield from self._loser(f"{axis}={value}", [own], wanted)
 
+        for plan in orders(self._request, best):
+            if plan.order != best.order:
+                job, kind = self._request.job(plan), f"order={plan.order}"
+                other = Candidate(plan=plan, prediction=predict(job), memory=self._best.memory)
+                yield Loser(kind=kind, candidate=other, why=reason(self._request, kind, other, self._best))
+
     def _promise(self, cell: Cell) -> float:
-        return self._bounds.cells.closely(cell)
+        return self._bounds.cells.alike(cell)
 
     def _values(self) -> dict[str, list[Any]]:
         """What the forms of the best plan's cell may be."""

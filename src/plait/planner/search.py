@@ -28,7 +28,7 @@ from plait.planner.leaves import Leaf, Leaves
 from plait.planner.losers import Losers, order
 from plait.planner.memory import Ranks, memory
 from plait.planner.prediction import Prediction
-from plait.planner.space import Cell, Form, Request, legal, meshes, pipelines, plan_of, require_some, zeros
+from plait.planner.space import Cell, Form, Request, legal, meshes, orders, pipelines, plan_of, require_some, zeros
 from plait.planner.stage_cut import recompute_to_fit
 from plait.planner.why import Candidate, Loser, nearest_words
 
@@ -218,13 +218,14 @@ class Run:
 
     def _try(self, leaf: Leaf) -> None:
         """A form, or (``fit``) the one that recomputes as many of its layers as it takes to fit."""
+        if self._bounds.chained(leaf, leaf.extra) > self.limit:
+            return  # recomputing takes longer than not
         plan = plan_of(self.request, leaf.cell, leaf.form)
         if (plan, leaf.fit) in self._tried or not legal(self.request, plan):
             return
         self._tried.add((plan, leaf.fit))
-        if self._bounds.chained(leaf, leaf.extra) > self.limit:
-            return  # recomputing takes longer than not
-        prediction = predict(self.request.job(plan))
+        each = [(one, predict(self.request.job(one))) for one in orders(self.request, plan)]
+        plan, prediction = min(each, key=lambda pair: pair[1].step_time)  # the first of equals: the usual order
         if prediction.step_time > self.limit:
             self._bounds.learn(leaf, plan)
             return

@@ -17,7 +17,7 @@ from plait.planner.memory import MemoryReport, RankMemory
 from plait.planner.prediction import Prediction, RankTime
 from plait.planner.ranking import AXES, ranking, seconds, size
 from plait.planner.search import Search
-from plait.planner.why import GIB, Candidate, parts
+from plait.planner.why import GIB, Candidate, parts, placement
 
 RANKS: Final = 16
 """Longer pipelines show their ends, their fullest rank and some between."""
@@ -38,6 +38,8 @@ def search_page(search: Search) -> RenderableType:
         head.add_row("", f"left out before: {', '.join(search.narrowed)}; --fix keeps them")
     if not search.ranked:
         return Group(head, Text("\nno plan fits", style="bold"), *(Text(line) for line in search.advice))
+    if where := placement(request.job(search.ranked[0].plan)):
+        head.add_row("placement", f"best plan: {where}")
     parts_of_page: list[RenderableType] = [head, Text(), ranking(search.ranked)]
     if search.losers:
         table = Table(box=box.SIMPLE, title="why others lost", title_justify="left", title_style="bold", pad_edge=False)
@@ -61,6 +63,8 @@ def job_page(job: Job, prediction: Prediction, memory: MemoryReport) -> Renderab
     head = Table.grid(padding=(0, 2))
     head.add_column(style="bold")
     head.add_row("plan", Text(str(job.plan) or "one rank, nothing cut"))
+    if where := placement(job):
+        head.add_row("placement", where)
     low, high = seconds(prediction.low), seconds(prediction.high)
     head.add_row("step", f"{seconds(prediction.step_time)} (80% within {low} - {high})")
     head.add_row("tokens", f"{prediction.tokens_per_s_per_device:,.0f} a second and device")

@@ -7,6 +7,7 @@ and ``auto`` starts from the named ones.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ from plait.core.errors import ConfigError, PlanError
 from plait.core.facts import Facts, ModelShape
 from plait.core.fields import nearest_names, typed
 from plait.core.legal import RULES, SIZE_RULES, divisors
+from plait.core.mesh import ORDERS
 from plait.core.plan import Plan, cut_stages
 from plait.core.topology import Topology
 from plait.models.config import ModelConfig
@@ -146,6 +148,13 @@ def plan_of(request: Request, cell: Cell, form: Form) -> Plan:
     if cell.etp != (cell.tp if cell.ep == 1 else 1):
         keys["expert_tp"] = cell.etp
     return Plan(**{**request.base(), **keys})
+
+
+def orders(request: Request, plan: Plan) -> list[Plan]:
+    """``plan`` with each order of axes that makes a difference: there are stages and copies, in several domains."""
+    if plan.pp == 1 or plan.dp == 1 or "order" in request.fix or request.world_size <= request.topology.tiers[0].size:
+        return [plan]
+    return [dataclasses.replace(plan, order=order) for order in ORDERS]
 
 
 def meshes(request: Request, tp: int, cp: int) -> list[tuple[int, int]]:

@@ -10,6 +10,7 @@ from typing import Final
 from plait.core.mesh import Mesh
 from plait.core.plan import Plan
 from plait.core.topology import Topology
+from plait.planner.job import Job
 from plait.planner.memory import MemoryReport
 from plait.planner.prediction import Prediction
 from plait.planner.space import Request
@@ -108,6 +109,27 @@ def _crossing(request: Request, plan: Plan, axis: str) -> str:
         return ""
     inner = topology.tiers[0]
     return f"{axis}={len(group)} crosses the {inner.name} domains of {inner.size}: "
+
+
+def placed(job: Job) -> list[tuple[str, int, int]]:
+    """Of each axis with several ranks, from the inside out: its name, its size, the index of the tier it crosses."""
+    mesh, found = job.mesh, []
+    sizes = {**mesh.sizes, "ep": mesh.ep, "etp": mesh.etp}
+    for axis in ("tp", "etp", "cp", "ep", *(("pp", "dp") if mesh.apart > 1 else ("dp", "pp"))):
+        if sizes[axis] > 1:
+            found.append((axis, sizes[axis], job.topology.tier_index(mesh.group(0, (axis,)))))
+    return found
+
+
+def placement(job: Job) -> str:
+    """``tp=8 within the nvlink domains of 8; dp=16 pp=4 across network``; empty for one rank."""
+    words = []
+    for index, tier in enumerate(job.topology.tiers):
+        axes = " ".join(f"{axis}={size}" for axis, size, crossed in placed(job) if crossed == index)
+        if axes:
+            inside = f"within the {tier.name} domains of {tier.size}"
+            words.append(f"{axes} {inside if index == 0 else 'across ' + tier.name}")
+    return "; ".join(words)
 
 
 def _group(mesh: Mesh, axis: str) -> tuple[int, ...] | None:
