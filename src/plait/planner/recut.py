@@ -7,7 +7,7 @@ model has to be right about their ratios alone: its scale is part of the slownes
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from statistics import median
@@ -24,6 +24,8 @@ STATES = 1 << 11
 """Of `levelled`, over all stages and numbers of layers; of larger problems the most level ones are gone on with."""
 FEW_STAGES = 8
 """Up to so many, layers move between any two; of more, from the fullest rank's to its own and to the emptiest's."""
+PAIRS = 6
+"""Up to so many stages, two layers are moved at a time where one alone gains nothing."""
 _NEAR = 1.15
 """How many times what each rank would take of layers that could be cut anywhere is tried first."""
 _LESS = 1 - 1e-9
@@ -126,8 +128,8 @@ def slowness(parts: Parts, plan: Plan, cut: Sequence[int], seconds: Sequence[flo
 def best_cut(line: Line, now: Sequence[int], fits: Callable[[tuple[int, ...]], bool]) -> tuple[int, ...]:
     """The cut of layers to stages whose step is the shortest; ``now`` where none is shorter.
 
-    From ``now``, and from the cut whose fullest rank is least full (`levelled`), layers move one by one from stage to
-    stage for as long as the simulated step gets shorter. ``fits``: whether a cut's ranks have room for it; ``now``
+    From ``now``, and from the cut whose fullest rank is least full (`levelled`), one layer, or of few stages two, move
+    at a time from stage to stage for as long as the simulated step gets shorter. ``fits``: whether a cut's ranks have room for it; ``now``
     does.
     """
     begins, most = [tuple(now)], max(line.busy(now))
@@ -215,14 +217,23 @@ def _least(states: list[_State]) -> list[_State]:
 
 
 def _climbed(line: Line, cut: tuple[int, ...], fits: Callable[[tuple[int, ...]], bool]) -> tuple[int, ...]:
-    """``cut`` with layers moved one by one, each time by the move that shortens the step most."""
+    """``cut`` with layers moved, each time by the move, or of few stages the two, that shorten the step most."""
     best = line.seconds(cut)
     while True:
-        tried = sorted((line.seconds(other), other) for other in _moved(line, cut))
-        found = next(((time, other) for time, other in tried if time < best * _LESS and fits(other)), None)
+        found = _best_of(line, _moved(line, cut), best, fits)
+        if found is None and len(cut) <= PAIRS:
+            found = _best_of(line, {two for one in _moved(line, cut) for two in _moved(line, one)}, best, fits)
         if found is None:
             return cut
         best, cut = found
+
+
+def _best_of(
+    line: Line, cuts: Iterable[tuple[int, ...]], best: float, fits: Callable[[tuple[int, ...]], bool]
+) -> tuple[float, tuple[int, ...]] | None:
+    """The one of ``cuts`` that has room and takes the least, with its seconds, where they are less than ``best``."""
+    tried = sorted((line.seconds(cut), cut) for cut in cuts)
+    return next(((time, cut) for time, cut in tried if time < best * _LESS and fits(cut)), None)
 
 
 def _moved(line: Line, cut: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
