@@ -52,6 +52,14 @@ def test_devices_by_published_names() -> None:
     assert device("A100-80GB-SXM") == device("a100-80g")
     assert device("H100-96GB-HBM2e-500W").bandwidth == 2.4e12
     assert device("A100-80GB SXM").name == "A100-80GB-SXM"
+    assert device("V100-SXM2-32GB").name == "V100-32GB-SXM"
+    assert device("NVIDIA A100 40GB PCIe").name == "A100-40GB-PCIe"
+    assert device("H100 SXM5 80GB HBM3").name == "H100-80GB-SXM"
+    assert device("TPU v5p").name == "TPU-v5p"
+    with pytest.raises(ConfigError):
+        device("RTX 4090")
+    with pytest.raises(ConfigError):
+        device("V100 16GB")
 
 
 def test_every_published_device_is_known(shared: Path) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import re
 import socket
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,6 +24,7 @@ from plait.planner.host import estimate
 
 NETWORK_DEVICES = 1 << 20
 """Devices that the outermost tier of a preset can hold."""
+_SIZE = re.compile(r"\d+gb")
 _MIB = 1024.0**2
 _GIB = 1024.0**3
 _ML = "stas00/ml-engineering@744d01e, compute/accelerator and network READMEs (vendor tables)"
@@ -132,6 +134,8 @@ _PRESETS = {
     "h100-pcie": _pcie(_gpu("H100-80GB-PCIe", 81559 * _MIB, 2.0, bf16=756, fp32=51, fp8=1513), 50, 200),
     "l40s": _pcie(_gpu("L40S-48GB", 46068 * _MIB, 0.864, bf16=362, fp32=91.6, fp8=733), 25, 100),
     "h20": _nvidia(_gpu("H20-96GB-SXM", 97871 * _MIB, 4.0, bf16=148, fp32=44, fp8=296), 450, 400),
+    # Half of a module, which is what a rank has; Frontier's node of eight, where the thinnest link binds a ring.
+    "mi250x": _amd(_gpu("MI250X", 64 * _GIB, 1.6, bf16=191.5, fp32=47.9, tensor_fp32=False, source="AMD"), 50, 100),
     "mi300x": _amd(_gpu("MI300X", 192 * _GIB, 5.3, bf16=1307, fp32=163.4, tensor_fp32=False, fp8=2610), 448, 400),
     "mi325x": _amd(_gpu("MI325X", 256 * _GIB, 6.0, bf16=1300, fp32=163.4, tensor_fp32=False, fp8=2610), 448, 400),
     "mi355x": _amd(
@@ -199,6 +203,8 @@ def device(name: str) -> Device:
     word = _plain(name)
     if word in by_word:
         return by_word[word]
+    if (alike := _by_words(name, list(found.values()))) is not None:
+        return alike
     raise ConfigError(f"device {name!r} is unknown; {nearest_names(name, [*_PRESETS, *found])}")
 
 
@@ -212,6 +218,23 @@ def local_path() -> Path:
     """Where `plait calibrate` puts what it found for this machine, by host name: a cache folder may be shared."""
     host = re.sub(r"[^A-Za-z0-9._-]", "_", socket.gethostname()) or "localhost"
     return cache_folder() / f"cluster-{host}.toml"
+
+
+def _by_words(name: str, devices: Sequence[Device]) -> Device | None:
+    """The device whose words ``name`` has, in any order: ``V100-SXM2-32GB``, ``NVIDIA H100 PCIe``. Without a size the
+    first; without PCIe none that has it."""
+    said = _words(name)
+    for one in devices:
+        words = _words(one.name)
+        model = {word for word in words if word not in ("sxm", "pcie") and not _SIZE.fullmatch(word)}
+        sizes = {word for word in said if _SIZE.fullmatch(word)}
+        if model <= said and (not sizes or sizes & words) and ("pcie" in said) == ("pcie" in words):
+            return one
+    return None
+
+
+def _words(name: str) -> set[str]:
+    return {"sxm" if word[:3] == "sxm" else word for word in re.findall("[a-z0-9]+", name.lower())}
 
 
 def _plain(name: str) -> str:
