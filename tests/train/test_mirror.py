@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import shutil
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, nullcontext, suppress
 from pathlib import Path
 from unittest import mock
 
 import pytest
 
-from plait.checkpoint import union
+from plait.checkpoint import relay, union
+from plait.checkpoint.steps import committed
 from plait.core.config import dump, loads
 from plait.core.errors import WeightsError
 from plait.telemetry.record import read_metrics
@@ -18,6 +21,7 @@ from plait.train.launch import Place, Worker
 from plait.train.run import prepare
 from plait.train.step import Steps, Taken
 from plait.train.trainer import train
+from tests.checkpoint.test_spread import Os
 from tests.pool import Connect, Pool
 from tests.train import jobs
 from tests.train.test_trainer import config, same_run, tokens
@@ -133,3 +137,24 @@ def test_a_host_is_lost_with_its_memory(pool: Pool, tokens: Path, tmp_path: Path
 def empty(folder: Path) -> None:
     shutil.rmtree(folder)
     folder.mkdir()
+
+
+def crowded(connect: Connect, text: str, memories: list[str]) -> None:
+    """One rank of two; the memory of the second has no room for what comes from the first."""
+
+    def refuse(descriptor: int, data: memoryview, at: int) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with mock.patch.object(relay, "os", Os(refuse)) if connect.rank else nullcontext():
+        visit(connect, text, 2, memories, 99)
+
+
+def test_no_room_in_memory_ends_no_run(pool: Pool, tokens: Path, tmp_path: Path) -> None:
+    folder, steps = tmp_path / "run", 3
+    text = dump(config(tokens, folder, *RUN, *PLANS["cut"][1], "plan.tp=1", f"train.steps={steps}"))
+    pool.run(2, crowded, text, memories(tmp_path, 2))
+    assert [row["step"] for row in read_metrics(folder / "metrics.jsonl")] == list(range(steps))
+    told = [event.fields for event in read(folder / EVENTS) if event.kind == "replica"]
+    assert [fields["step"] for fields in told] == [1, 2, 3]
+    assert all("rank 1: No space left on device: " in str(fields["error"]) for fields in told)
+    assert [entry.step for entry in committed(folder / "checkpoints")] == [steps]

@@ -126,10 +126,11 @@ class Replicas:
                 steps.remove(entry.path)
         self._group.barrier()
 
-    def end(self) -> None:
-        """The run has ended and its state is on the disk: the ranks' own folder goes."""
+    def end(self, peers: Peers) -> None:
+        """The run has ended and its state is on the disk: the ranks' own folder goes. The ranks wait for each other
+        among ``peers``: their own group may have been given up."""
         self._late += self._saver.drain()
-        self._group.barrier()
+        peers.barrier()
         if self._ours and self.hosts.leads(self._rank):
             shutil.rmtree(self._folder, ignore_errors=True)
-        self._group.barrier()  # who goes on, under another cut, makes it anew
+        peers.barrier()  # who goes on, under another cut, makes it anew

@@ -157,7 +157,7 @@ class Keeper:
                 break
         self._peers.barrier()  # the one that commits ends last: the next wait for it is a step's
         if self._replicas is not None and self._saved == step:
-            self._replicas.end()
+            self._replicas.end(self._peers)
             self._tell("replica", self._replicas.poll())
         return self._saved == step
 
