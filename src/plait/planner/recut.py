@@ -129,8 +129,8 @@ def best_cut(line: Line, now: Sequence[int], fits: Callable[[tuple[int, ...]], b
     """The cut of layers to stages whose step is the shortest; ``now`` where none is shorter.
 
     From ``now``, and from the cut whose fullest rank is least full (`levelled`), one layer, or of few stages two, move
-    at a time from stage to stage for as long as the simulated step gets shorter. ``fits``: whether a cut's ranks have room for it; ``now``
-    does.
+    at a time from stage to stage for as long as the simulated step gets shorter. ``fits``: whether a cut's ranks have
+    room for it; ``now`` does.
     """
     begins, most = [tuple(now)], max(line.busy(now))
     even = sum(map(_total, line.parts.stages(now))) / sum(1 / slow for slow in line.slow)
