@@ -74,6 +74,7 @@ def test_without_locks_of_folders_a_file_stands_for_one(tmp_path: Path, monkeypa
         ({"pid": 1}, True),  # there is such a process, and it began at another time
         ({"boot": "before"}, True),
         ({"host": "elsewhere"}, False),
+        ({"host": "elsewhere", "job": "17"}, True),  # the same job of torchrun's, started again
         ({"machine": "another of this name"}, False),
         ({"pids": "another container's"}, False),
     ],
@@ -83,7 +84,7 @@ def test_the_lock_of_a_dead_process_is_taken_over(
 ) -> None:
     """Where it can be known that it is dead; else it is said who it is, and which file to remove."""
     no_locks(monkeypatch)
-    here = {**folder._process(), "machine": "m"}
+    here = {**folder._process(), "machine": "m", "job": change.get("job", "none")}
     monkeypatch.setattr(folder, "_process", lambda: here)
     text = json.dumps({**here, **change})
     (tmp_path / LOCK).write_text(text)

@@ -84,6 +84,14 @@ def test_a_run_goes_on_beside_a_save_that_stands_still(pool: Pool, tokens: Path,
     assert len((folder / "metrics.jsonl").read_text().splitlines()) == 8
 
 
+def test_a_save_that_has_the_state_itself_ends_the_run(pool: Pool, tokens: Path, tmp_path: Path) -> None:
+    """Nothing was copied: a step would change what is being written."""
+    run = config(tokens, tmp_path / "run", *RUN, "plan.dp=2", "checkpoint.asynchronous=false")
+    ends = pool.run(2, on_a_dead_disk, dump(run), 99)
+    assert all(str(end).startswith("checkpoint of step 2: no progress for 0.") for end in ends)
+    assert all("the run cannot go on beside it" in str(end) for end in ends)
+
+
 def test_a_save_that_comes_to_life_again_is_a_checkpoint_and_so_are_those_after_it(
     pool: Pool, tokens: Path, tmp_path: Path
 ) -> None:

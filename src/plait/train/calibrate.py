@@ -12,7 +12,6 @@ import json
 import os
 import socket
 import sys
-import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -37,6 +36,7 @@ from plait.train import calibrate_steps as steps
 from plait.train.calibrate_layer import bandwidth_in_steps
 from plait.train.calibrate_table import show, summary
 from plait.train.exchange import gather_json
+from plait.train.folder import private
 from plait.train.launch import Worker, cores, launch, placed
 
 BUDGET = 0.012
@@ -70,14 +70,14 @@ def run(
     counts = [place.world_size] if place is not None else _counts(processes, device, quick)
     if chief:
         _writable(target)
-    with tempfile.TemporaryDirectory(prefix="plait-calibrate-") as folder:
+    with private("plait-calibrate-") as folder:
         for count in counts:
             computes = place is not None or count <= cores() or len(counts) == 1
-            args = [folder, quick, not as_json, computes, ", ".join(map(str, counts))]
+            args = [str(folder), quick, not as_json, computes, ", ".join(map(str, counts))]
             launch("plait.train.calibrate:run_rank", processes=count, args=args, device=device, timeout=timeout)
         if not chief:
             return 0
-        found = _found(Path(folder), counts)
+        found = _found(folder, counts)
     text = dump(found)
     target.write_text(text, encoding="utf-8")
     if as_json:

@@ -124,6 +124,7 @@ def _process() -> dict[str, Any]:
         "pids": _namespace(),
         "pid": os.getpid(),
         "began": _began(os.getpid()),
+        "job": os.environ.get("TORCHELASTIC_RUN_ID", "none"),
     }
 
 
@@ -154,6 +155,8 @@ def _holder(text: str, path: Path) -> str | None:
     try:
         held_by, here = dict(json.loads(text)), _process()
         who = f"plait train, process {held_by['pid']} on {held_by['host']}, is at work there"
+        if held_by["job"] == here["job"] != "none":
+            return None  # torchrun has started the ranks again, the first of them perhaps on another machine
         same = all(held_by[name] == here[name] for name in ("host", "machine"))
         if same and here["machine"] and here["boot"] and held_by["boot"] != here["boot"]:
             return None  # this machine has been started anew since

@@ -11,7 +11,6 @@ first updates are ``lr * sign(gradient)``, and the sign of a gradient smaller th
 from __future__ import annotations
 
 import json
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -26,6 +25,7 @@ from plait.models.decoder import Decoder
 from plait.models.init import WeightSource
 from plait.train.compare import WIRE, Step, compare
 from plait.train.exchange import gather_json, make_tokens, shared_folder, write_stretches
+from plait.train.folder import private
 from plait.train.launch import Worker, launch, placed
 from plait.train.reference import Probe, one_process, watch
 from plait.train.run import Setup, build, open_samples, prepare, trained_shapes, weight_source
@@ -56,11 +56,11 @@ def run(config: Config, *, steps: int = 3, as_json: bool = False) -> int:
     reports = place is None or place.rank == 0
     if reports and not as_json:
         Console(highlight=False).print(f"[bold]{setup.plan}[/], {setup.world_size} ranks, {steps} steps ...")
-    with tempfile.TemporaryDirectory(prefix="plait-verify-") as folder:
+    with private("plait-verify-") as folder:
         launch(
             "plait.train.verify:run_rank",
             processes=setup.world_size,
-            args=[dump(config), steps, folder],
+            args=[dump(config), steps, str(folder)],
             device=config.run.device,
             timeout=config.run.timeout,
             threads=config.run.threads,
@@ -68,8 +68,8 @@ def run(config: Config, *, steps: int = 3, as_json: bool = False) -> int:
         if not reports:
             return 0
         report = compare(
-            one_process(setup, Path(folder), steps),
-            stored_steps(setup, Path(folder)),
+            one_process(setup, folder, steps),
+            stored_steps(setup, folder),
             trained_shapes(setup),
             precision=setup.plan.precision,
             wire=WIRE if setup.plan.compress == "half" else 0.0,
