@@ -164,7 +164,7 @@ def test_files_without_rows_are_refused(tmp_path: Path) -> None:
     ("changes", "says"),
     [
         ({"layout__schedule": "wave"}, "schedule 'wave' is not one of"),
-        ({"model__ffn_kind": "geglu"}, "ffn_kind='geglu' is not one of"),
+        ({"model__ffn_kind": "maxout"}, "ffn_kind='maxout' is not one of"),
         ({"model__attention": "linear"}, "attention 'linear' is not one of"),
         ({"cluster__device": "Abacus"}, "device 'Abacus' is unknown"),
         ({"flags": {"layers_per_stage_incl_embedding_and_head": [4, 4]}}, "layers_per_stage"),
@@ -219,6 +219,16 @@ def test_alternating_windows_have_the_same_work(tmp_path: Path) -> None:
     saved = dims * ((seq + 1) / 2 - ((seq + 1) / 2 + 128 - 128 * 127 / (2 * seq)) / 2)
     assert whole - flops_per_token(model, seq) == pytest.approx(saved, rel=0.02)
     assert notes(found) == ("alternating windows as one window in every layer that sees as many keys",)
+
+
+def test_windows_and_gates_of_other_models(tmp_path: Path) -> None:
+    def model_of(**changes: Any) -> Any:
+        (found,) = rows(write(tmp_path, row(**changes)))
+        return job_of(found).model
+
+    assert model_of(model__attention="causal, sliding window 512").sliding_window == 512
+    assert model_of(model__attention="causal, sliding window 4096").sliding_window is None, "wider than a sample"
+    assert model_of(model__ffn_kind="geglu") == model_of(model__ffn_kind="swiglu")
 
 
 def test_a_source_that_is_not_known_goes_by_its_framework(tmp_path: Path) -> None:

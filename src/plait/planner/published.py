@@ -6,6 +6,7 @@ What a source leaves open is taken from the defaults of the framework that ran i
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Final
@@ -32,9 +33,11 @@ _SCHEDULES: Final = {
     "zb-h2": "zb-h2",
     "zb-v": "zb-v",
     "dualpipe-v": "dualpipe-v",
+    "dualpipe": "dualpipe-v",
 }
 """A row's schedule -> the handcrafted one of plait that it is nearest to (zero-bubble's 1p and 2p are searched)."""
-_WINDOWED: Final = "causal, alternating sliding window 128 / full"
+_WINDOWED: Final = re.compile(r"causal, (alternating )?sliding window (\d+)( / full)?")
+_GATED: Final = ("swiglu", "geglu", "reglu")
 
 
 def job_of(row: Row) -> Job:
@@ -67,7 +70,9 @@ def notes(row: Row) -> tuple[str, ...]:
     said = []
     if row.model["ffn_kind"].startswith("relu"):
         said.append(f"{row.model['ffn_kind']} as gelu: the same products and bytes")
-    if row.model["attention"] == _WINDOWED:
+    if row.model["ffn_kind"] in _GATED[1:]:
+        said.append(f"{row.model['ffn_kind']} as swiglu: the same products and bytes")
+    if "alternating" in row.model["attention"]:
         said.append("alternating windows as one window in every layer that sees as many keys")
     if row.recompute == "unknown":
         said.append("recomputation is not stated: taken as none")
@@ -85,9 +90,9 @@ def notes(row: Row) -> tuple[str, ...]:
 def model_of(row: Row) -> ModelConfig:
     """The row's model. Gated means rotary positions and RMSNorm, else GPT's learned positions and LayerNorm."""
     given, seq = row.model, row.batch["seq"]
-    gated = given["ffn_kind"] == "swiglu"
+    gated = given["ffn_kind"] in _GATED
     if not gated and given["ffn_kind"] not in ("gelu", "relu", "relu2"):
-        raise ValueError(f"ffn_kind={given['ffn_kind']!r} is not one of swiglu, gelu, relu, relu2")
+        raise ValueError(f"ffn_kind={given['ffn_kind']!r} is not one of {', '.join(_GATED)}, gelu, relu, relu2")
     qwen3, qwen2 = given["name"].startswith("qwen3"), given["name"].startswith("qwen2")
     moe, mla = _experts(given), None
     if given["mla"] is not None:
@@ -156,12 +161,20 @@ def _experts(given: Mapping[str, Any]) -> MoEConfig | None:
 
 
 def _window(attention: str, seq: int) -> int | None:
-    """One window for all layers that shows a query as many keys as 128 and all in turn; w - w^2/2s keys in the mean."""
+    """The window of every layer. Of windowed and full layers in turn, one that shows a query as many keys in the mean:
+    w - w^2/2s."""
     if attention in ("causal", "full"):
         return None
-    if attention != _WINDOWED:
-        raise ValueError(f"attention {attention!r} is not one of causal, full, {_WINDOWED}")
-    keys = (seq / 2 + min(128, seq)) / 2
+    found = _WINDOWED.fullmatch(attention)
+    if found is None:
+        raise ValueError(
+            f"attention {attention!r} is not one of 'causal', 'full', 'causal, sliding window N', "
+            "'causal, alternating sliding window N / full'"
+        )
+    width = min(int(found[2]), seq)
+    if not found[1]:
+        return width if width < seq else None
+    keys = (seq / 2 + width) / 2
     return max(1, round(seq * (1 - math.sqrt(max(0.0, 1 - 2 * keys / seq)))))
 
 
