@@ -101,11 +101,12 @@ def newest(root: Path) -> tuple[Whole | None, list[str]]:
 
 
 def fetch(root: Path, whole: Whole, rank_that_wants: int) -> Path:
-    """Have all files on the host of one rank; its folder."""
+    """Have all files on the host of one rank, all of whose ranks want them; its folder."""
 
     def one(rank: int, folder: Path, spread: Spread, group: OneThread) -> Path:
         place = union.bring_manifest(whole, folder, rank, spread, group)
-        union.bring(whole, place, whole.holders if rank == rank_that_wants else (), rank, spread, group)
+        wanted = whole.holders if PLACES[rank] == PLACES[rank_that_wants] else ()
+        union.bring(whole, place, wanted, rank, spread, group)
         return place
 
     found: Path = on_hosts(root, one)[rank_that_wants]

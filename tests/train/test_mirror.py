@@ -36,13 +36,14 @@ RUN = (
     "run.replicas=1",
     "run.device=cpu",
 )
+RANKS = 2
 LOST = 7
 """The step in which hosts are lost: the disk has 4, the memory 7."""
 PLANS = {
     # All weights are on both hosts; what compression keeps back is each rank's own.
-    "copies": (2, ("plan.dp=2", "plan.compress=topk:0.25", "run.fallback_plans=[]")),
+    "copies": ("plan.dp=2", "plan.compress=topk:0.25"),
     # Masters and moments are cut over the hosts: each has what the other has not.
-    "cut": (4, ("plan.dp=2", "plan.tp=2", "plan.zero=1")),
+    "cut": ("plan.dp=2", "plan.zero=1"),
 }
 
 
@@ -50,11 +51,11 @@ class LostError(Exception):
     """All ranks end here."""
 
 
-def visit(connect: Connect, text: str, world_size: int, memories: list[str], lost: int, fails: bool = False) -> None:
+def visit(connect: Connect, text: str, memories: list[str], lost: int, fails: bool = False) -> None:
     """One rank of a run on the hosts whose memory ``memories`` are, by rank, until step ``lost``. ``fails``: no file
     comes from another host."""
-    setup, rank = prepare(loads(text), world_size=world_size), connect.rank
-    place = Place(rank=rank, local_rank=rank, world_size=world_size)
+    setup, rank = prepare(loads(text), world_size=RANKS), connect.rank
+    place = Place(rank=rank, local_rank=rank, world_size=RANKS)
     worker = Worker(place=place, device="cpu", timeout=60.0, memory=Path(memories[rank]))
     take = Steps.take
 
@@ -69,14 +70,14 @@ def visit(connect: Connect, text: str, world_size: int, memories: list[str], los
     with mock.patch.object(Steps, "take", until), suppress(LostError), ExitStack() as patches:
         if fails:
             patches.enter_context(mock.patch.object(union, "bring", refuse))
-        train(setup, connect(setup.plan.mesh(world_size)), as_json=True, worker=worker)
+        train(setup, connect(setup.plan.mesh(RANKS)), as_json=True, worker=worker)
 
 
-def memories(root: Path, ranks: int) -> list[str]:
-    """Two hosts, half of the ranks on each."""
-    found = [root / f"memory-{2 * rank // ranks}" for rank in range(ranks)]
+def memories(root: Path) -> list[str]:
+    """Two hosts, a rank on each."""
+    found = [root / f"memory-{rank}" for rank in range(RANKS)]
     for folder in found:
-        folder.mkdir(exist_ok=True)
+        folder.mkdir()
     return [str(folder) for folder in found]
 
 
@@ -87,11 +88,11 @@ def resumed(folder: Path) -> list[tuple[int, str]]:
 @pytest.mark.parametrize("name", PLANS)
 def test_a_host_is_lost_with_its_memory(pool: Pool, tokens: Path, tmp_path: Path, name: str) -> None:
     """Another comes in its place, with nothing: the run goes on from the step under way. Then a byte is wrong, too."""
-    ranks, plan = PLANS[name]
+    plan = PLANS[name]
     calm, folder = tmp_path / "calm", tmp_path / "run"
-    pool.run(ranks, jobs.train_in_pool, dump(config(tokens, calm, *RUN, *plan)), ranks)
-    hosts = memories(tmp_path, ranks)
-    pool.run(ranks, visit, dump(config(tokens, folder, *RUN, *plan)), ranks, hosts, LOST)
+    pool.run(RANKS, jobs.train_in_pool, dump(config(tokens, calm, *RUN, *plan)), RANKS)
+    hosts = memories(tmp_path)
+    pool.run(RANKS, visit, dump(config(tokens, folder, *RUN, *plan)), hosts, LOST)
     assert [row["step"] for row in read_metrics(folder / "metrics.jsonl")] == list(range(LOST))
     again = dump(config(tokens, folder, *RUN, *plan, "run.resume=true"))
     before = tmp_path / "before"
@@ -105,7 +106,7 @@ def test_a_host_is_lost_with_its_memory(pool: Pool, tokens: Path, tmp_path: Path
         shutil.copytree(tmp_path / "kept", hosts[0], dirs_exist_ok=True)
 
     restore()
-    pool.run(ranks, visit, again, ranks, hosts, 99)
+    pool.run(RANKS, visit, again, hosts, 99)
     assert resumed(folder) == [(LOST, "memory")]
     assert [row["step"] for row in read_metrics(folder / "metrics.jsonl")] == list(range(8))
     same_run(folder, calm, loss=0.0, weights=0.0)
@@ -115,7 +116,7 @@ def test_a_host_is_lost_with_its_memory(pool: Pool, tokens: Path, tmp_path: Path
     def again_from_the_disk(fails: bool) -> list[str]:
         shutil.rmtree(folder)
         shutil.copytree(before, folder)
-        pool.run(ranks, visit, again, ranks, hosts, 99, fails)
+        pool.run(RANKS, visit, again, hosts, 99, fails)
         assert resumed(folder) == [(4, "disk")]
         same_run(folder, calm, loss=0.0, weights=0.0)
         return [event.fields["error"] for event in read(folder / EVENTS) if event.kind == "damaged"]
@@ -125,7 +126,7 @@ def test_a_host_is_lost_with_its_memory(pool: Pool, tokens: Path, tmp_path: Path
         (why,) = again_from_the_disk(fails=True)
         assert why == f"the replica of step {LOST} cannot be had: rank 1: No space left on device"
         restore()
-    (mirrored, *_) = sorted(Path(hosts[0]).glob(f"step-*/rank-{ranks - 1:05d}*"))
+    (mirrored, *_) = sorted(Path(hosts[0]).glob(f"step-*/rank-{RANKS - 1:05d}*"))
     flipped = bytearray(mirrored.read_bytes())
     flipped[-1] ^= 1
     mirrored.write_bytes(flipped)
@@ -146,13 +147,13 @@ def crowded(connect: Connect, text: str, memories: list[str]) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with mock.patch.object(relay, "os", Os(refuse)) if connect.rank else nullcontext():
-        visit(connect, text, 2, memories, 99)
+        visit(connect, text, memories, 99)
 
 
 def test_no_room_in_memory_ends_no_run(pool: Pool, tokens: Path, tmp_path: Path) -> None:
     folder, steps = tmp_path / "run", 3
-    text = dump(config(tokens, folder, *RUN, *PLANS["cut"][1], "plan.tp=1", f"train.steps={steps}"))
-    pool.run(2, crowded, text, memories(tmp_path, 2))
+    text = dump(config(tokens, folder, *RUN, *PLANS["cut"], f"train.steps={steps}"))
+    pool.run(RANKS, crowded, text, memories(tmp_path))
     assert [row["step"] for row in read_metrics(folder / "metrics.jsonl")] == list(range(steps))
     told = [event.fields for event in read(folder / EVENTS) if event.kind == "replica"]
     assert [fields["step"] for fields in told] == [1, 2, 3]
