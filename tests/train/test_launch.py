@@ -12,15 +12,17 @@ import sys
 import time
 from pathlib import Path
 from typing import cast, final
+from unittest import mock
 
 import pytest
 import torch
 
-from plait.core.errors import ConfigError, WeightsError
+from plait.core.errors import ConfigError, PlaitError, SaveError, WeightsError
 from plait.train import local
 from plait.train.folder import private
 from plait.train.launch import Place, Worker, _share, address_of, launch, placed
-from plait.train.local import Ended, WorkerFailed, _end, _ended, _failure, _report
+from plait.train.local import Ended, WorkerFailed, _end, _ended, _failure, _report, _watch
+from plait.train.signals import Signals
 from plait.train.slurm import first_host, port, tasks_here
 from plait.train.worker import resolve, write_error
 from tests.train import jobs
@@ -246,6 +248,20 @@ def test_a_rank_that_cannot_end_is_left_behind(
     _end([process], gently=False)
     assert process.killed == 1  # type: ignore[attr-defined]
     assert "cannot be ended: it is left behind" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("error", "code", "says"), [(SaveError, 8, "disk is dead"), (WeightsError, 143, "SIGTERM")])
+def test_a_signal_is_why_ranks_end_unless_they_say_that_they_could_not_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: type[PlaitError], code: int, says: str
+) -> None:
+    """Ranks that a signal to the whole group has hit fail in many ways, which are not worth a word."""
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error-0.json"))
+    rank = mock.Mock(pid=1, **{"poll.return_value": write_error(error("the disk is dead"))})
+    signals = Signals(passed_on=True)
+    signals.asked = signal.SIGTERM
+    with pytest.raises(WorkerFailed, match=says) as caught:
+        _watch([rank], tmp_path, signals, 60.0, None)
+    assert (caught.value.exit_code, caught.value.trace) == (code, "")
 
 
 def test_a_rank_that_exits_ends_at_once(tmp_path: Path) -> None:
