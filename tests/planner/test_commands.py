@@ -8,8 +8,10 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from plait.core.cluster_file import dump
+from plait.core.topology import Measured
 from plait.planner.clusters import cluster
 from plait.planner.commands import plan_command
 
@@ -44,6 +46,17 @@ def test_ranks_are_ordered_by_the_links_that_were_measured(
         as_json=True,
         output=output,
     )
-    assert json.loads(capsys.readouterr().out)["devices"] == places
+    said = json.loads(capsys.readouterr().out)
+    assert (said["devices"], said["doubt"]) == (places, "")
     assert ("order of devices: 0 2 1 3" in output.read_text()) == bool(places)
     assert tomllib.loads(output.read_text())["plan"]["tp"] == 2
+
+
+def test_figures_of_a_busy_machine_are_said_to_be_such(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    topology = cluster("h100", 4)
+    file = tmp_path / "cluster.toml"
+    file.write_text(dump(dataclasses.replace(topology, measured=Measured(busy=0.4))), encoding="utf-8")
+    plan_command(
+        model="llama3-8b", cluster_name=str(file), gpus=4, seq=2048, global_batch=16, console=Console(width=200)
+    )
+    assert "measured on a busy machine: other programs took 40% of its cores" in capsys.readouterr().out

@@ -7,13 +7,15 @@ from dataclasses import replace
 import pytest
 
 from plait.core.plan import Plan
-from plait.core.topology import Device, Measured, MeetingPoint, Tier, Topology
+from plait.core.topology import CommPoint, Device, Measured, MeetingPoint, Tier, Topology
 from plait.models.config import PRESETS
 from plait.planner.clusters import cluster
-from plait.planner.cost import stage_costs
+from plait.planner.cost import predict, stage_costs
 from plait.planner.job import PLAIT, Job
 from plait.planner.local import doubt, meeting, practice, span_of, turns
 from plait.planner.overlap import Pipeline, makespan
+from plait.planner.search import search
+from plait.planner.space import Request
 
 
 def _pipe(ranks: int, microbatches: int, name: str = "1f1b", virtual: int = 1) -> Pipeline:
@@ -110,6 +112,24 @@ def test_only_crowded_hosts_take_turns() -> None:
     assert crowded == turns(pipe, 2, 2, 0.1, 1.0) < makespan(pipe)
     for topology in (_topology(4), _topology(None), _topology(2, size=2)):
         assert span_of(pipe, replace(job, topology=topology)) == makespan(pipe)
+
+
+def test_a_search_finds_pipelines_that_take_turns() -> None:
+    """Stages fill each other's bubbles on shared cores: bounds must not take them for idle."""
+    slow = tuple(
+        CommPoint(op="all_reduce", tier="host", ranks=4, size=size, seconds=size * 1e-8) for size in (1e3, 1e8)
+    )
+    topology = replace(_topology(2), measured=Measured(crowding=1.2, comm=slow))
+    model = replace(PRESETS["tiny"], num_layers=4)
+    fix = {"tp": 1, "cp": 1, "zero": 0, "recompute": "none"}
+    words = {"seq": 64, "global_batch": 8, "precision": "fp32", "practice": practice(topology)}
+    found = search(model, topology, world_size=4, fix=fix, top=1, **words)  # type: ignore[arg-type]
+    request = Request(model=model, topology=topology, world_size=4, **words)  # type: ignore[arg-type]
+    texts = ("dp=4", "pp=2 dp=2", "pp=2 dp=2 micro=2", "pp=4", "pp=4 micro=2", "pp=4 micro=4")
+    listed = {text: predict(request.job(Plan.parse(text).resolve(4))).step_time for text in texts}
+    assert found.best is not None
+    assert "pp=" in min(listed, key=lambda text: listed[text])
+    assert found.best.prediction.step_time <= min(listed.values())
 
 
 def test_a_cpu_hides_nothing() -> None:

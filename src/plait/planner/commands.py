@@ -26,7 +26,7 @@ from plait.planner.clusters import cluster
 from plait.planner.cost import predict, timeline
 from plait.planner.given import require_possible
 from plait.planner.job import Job
-from plait.planner.local import practice
+from plait.planner.local import doubt, practice
 from plait.planner.mapping import order
 from plait.planner.memory import memory
 from plait.planner.search import search
@@ -114,7 +114,8 @@ def plan_command(
     )
     places = () if found.best is None else _places(topology, found.best.plan, gpus)
     if as_json:
-        print(json.dumps({**show.search_json(found), "devices": list(places)}, indent=1))
+        said = {"devices": list(places), "doubt": doubt(topology)}
+        print(json.dumps({**show.search_json(found), **said}, indent=1))
     if found.best is None:
         raise PlanError(f"no plan for {counted(gpus, 'device')} fits into their memory; " + "; ".join(found.advice))
     if not as_json:
@@ -122,6 +123,8 @@ def plan_command(
         out.print(show.search_page(found))
         if places:
             out.print(_devices(places))
+        if doubt(topology):
+            out.print(f"{cluster_name}: {doubt(topology)}")
     if output is not None:
         words = [
             f"plait plan --model {shlex.quote(model)} --cluster {shlex.quote(cluster_name)} --gpus {gpus} --seq {seq} "
@@ -173,6 +176,8 @@ def simulate_command(
     else:
         out = console or Console(highlight=False)
         out.print(show.job_page(job, prediction, held))
+        if doubt(job.topology):
+            out.print(f"{cluster_name}: {doubt(job.topology)}")
         if events:
             out.print(picture.terminal(events, width=out.width))
     if trace is not None:
