@@ -30,7 +30,7 @@ from typing import Any, final
 from plait.checkpoint import disk, steps, writer
 from plait.checkpoint.manifest import MANIFEST, encode
 from plait.checkpoint.phases import Probe
-from plait.checkpoint.relay import Arrival, Stream, relay
+from plait.checkpoint.relay import Arrival, Stream, ended, relay
 from plait.checkpoint.spread import Spread, unlike
 from plait.checkpoint.state import Agreement
 from plait.core.errors import PlaitError, WeightsError
@@ -244,8 +244,7 @@ class _Commit:
         if spread is not None and self._streams:
             gives = {shard.file: shard.give for shard in copied.shards}
             give, arrive = (lambda one: gives[one.file]), (lambda one: Arrival(draft / one.file))
-            came = relay(self._streams, self._place.rank, spread.link, give, arrive)
-            sums = {file: arrival.end() for file, arrival in came.items()}
+            sums = ended(relay(self._streams, self._place.rank, spread.link, give, arrive))
         if trouble is not None or written is None:
             raise trouble or AssertionError
         self._probe("write.done")
@@ -258,13 +257,8 @@ class _Commit:
     def _commit(self, records: list[writer.ShardRecord]) -> str:
         """The lead's: manifest and rename."""
         folder, probe = self._place.folder, self._probe
-        manifest = writer.gather(
-            records,
-            step=self._step,
-            created=self._created,
-            scalars=json.loads(self._copied.scalars),
-        )
-        text = encode(manifest)
+        scalars = json.loads(self._copied.scalars)
+        text = encode(writer.gather(records, step=self._step, created=self._created, scalars=scalars))
         probe("manifest.encoded")
         disk.write_small(self._draft / MANIFEST, text, lambda what: probe(f"manifest.{what}"))
         spread = self._place.spread

@@ -4,7 +4,7 @@ trouble: one that cannot write goes on receiving, and says so when all have sent
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -112,11 +112,24 @@ def relay(
                 came[into.file] = arrive(into)
             _batch(out, give(out) if out else None, into, came[into.file] if into else None, link)
     except BaseException:
-        for arrival in came.values():
-            with suppress(OSError):
-                arrival.end()
+        with suppress(OSError):
+            ended(came)
         raise
     return came
+
+
+def ended(came: Mapping[str, Arrival]) -> dict[str, str]:
+    """End all of ``came``; the sums by file. OSError where one could not be written."""
+    sums: dict[str, str] = {}
+    trouble: OSError | None = None
+    for file, arrival in came.items():
+        try:
+            sums[file] = arrival.end()
+        except OSError as error:
+            trouble = trouble or error
+    if trouble is not None:
+        raise trouble
+    return sums
 
 
 def _batch(
