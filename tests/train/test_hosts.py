@@ -178,7 +178,7 @@ def test_a_host_dies_and_another_takes_its_place(calm: Path, tokens: Path, tmp_p
     def start(number: int, **more: str) -> subprocess.Popen[str]:
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1"]
         torchrun += ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=plait", "--max-restarts=3"]
-        torchrun += [f"--rdzv-conf=is_host={int(not number)},keep_alive_interval=1,keep_alive_max_attempt=2"]
+        torchrun += [f"--rdzv-conf=is_host={int(not number)},keep_alive_interval=1,keep_alive_max_attempt=3"]
         torchrun += ["--monitor-interval=0.1", "--local-addr=127.0.0.1", str(script), *arguments]
         # Without the second, torch's agents look for each other at the store of the first round, and a new one in vain.
         env = {**ENV, "GLOO_SOCKET_IFNAME": "lo", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "OMP_NUM_THREADS": "1"}
