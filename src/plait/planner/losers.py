@@ -34,6 +34,7 @@ def simplicity(plan: Plan) -> tuple[Any, ...]:
         plan.tp > 1 and not plan.sp,
         plan.cp > 1,
         plan.order != ORDERS[0],
+        plan.zero_group is not None,
         plan.schedule != "1f1b",
         plan.recompute != "none",
         plan.expert_tp is not None,

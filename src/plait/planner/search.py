@@ -28,7 +28,7 @@ from plait.planner.leaves import Leaf, Leaves
 from plait.planner.losers import Losers, order
 from plait.planner.memory import Ranks, memory
 from plait.planner.prediction import Prediction
-from plait.planner.space import Cell, Form, Request, legal, meshes, orders, pipelines, plan_of, require_some, zeros
+from plait.planner.space import Cell, Form, Request, laid_out, legal, meshes, pipelines, plan_of, require_some, zeros
 from plait.planner.stage_cut import recompute_to_fit
 from plait.planner.why import Candidate, Loser, nearest_words
 
@@ -224,17 +224,23 @@ class Run:
         if (plan, leaf.fit) in self._tried or not legal(self.request, plan):
             return
         self._tried.add((plan, leaf.fit))
-        each = [(one, predict(self.request.job(one))) for one in orders(self.request, plan)]
-        plan, prediction = min(each, key=lambda pair: pair[1].step_time)  # the first of equals: the usual order
-        if prediction.step_time > self.limit:
-            self._bounds.learn(leaf, plan)
+        each = [(one, predict(self.request.job(one))) for one in laid_out(self.request, plan)]
+        each.sort(key=lambda pair: pair[1].step_time)  # the first of equals: the usual one
+        if each[0][1].step_time > self.limit:
+            self._bounds.learn(leaf, each[0][0])
             return
         if leaf.fit:
-            self._fit(leaf, plan)
+            self._fit(leaf, next(one for one, _ in each if one.zero_group == plan.zero_group))
             return
-        self.predicted += 1
-        if not self._keep(plan, prediction) and leaf.relieved < math.inf:
-            bound = max(leaf.relieved, prediction.step_time * (1.0 - 1e-9))
+        # State that fewer ranks share may not fit.
+        for one, prediction in each:
+            if prediction.step_time > self.limit:
+                return
+            self.predicted += 1
+            if self._keep(one, prediction):
+                return
+        if leaf.relieved < math.inf:
+            bound = max(leaf.relieved, each[0][1].step_time * (1.0 - 1e-9))
             self._push(bound, dataclasses.replace(leaf, bound=bound, fit=True))
 
     def _fit(self, leaf: Leaf, plan: Plan) -> None:
@@ -243,19 +249,20 @@ class Run:
             plan,
             self._bounds.recompute_seconds(leaf.cell),
             hopes=lambda extra: self._bounds.recomputed(leaf, extra) <= self.limit,
-            worth=self._worth,
+            worth=lambda one: self._worth(leaf, one),
         )
         if chosen is not None:
             self.predicted += 1
             prediction = predict(self.request.job(chosen))
             if prediction.step_time <= self.limit:
                 self._keep(chosen, prediction)
-        else:
-            self._bounds.learn(leaf, plan)
 
-    def _worth(self, plan: Plan) -> bool:
+    def _worth(self, leaf: Leaf, plan: Plan) -> bool:
         """Whether a plan is among the best if it fits."""
-        return predict(self.request.job(plan)).step_time <= self.limit
+        worth = predict(self.request.job(plan)).step_time <= self.limit
+        if not worth:
+            self._bounds.learn(leaf, plan)
+        return worth
 
     def _keep(self, plan: Plan, prediction: Prediction) -> bool:
         """Whether the plan fits; then it is among the best."""

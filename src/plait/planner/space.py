@@ -24,6 +24,7 @@ from plait.models.config import ModelConfig
 from plait.parallel.layout import model_shape, stage_layers
 from plait.planner.conflict import conflict
 from plait.planner.job import PLAIT, Job, Practice
+from plait.planner.wires import laid
 
 SCHEDULES: Final = ("1f1b", "interleaved", "gpipe", "zb-h1", "zb-h2", "zb-v", "dualpipe-v")
 """From the plain to the exotic: among equals the first wins."""
@@ -155,6 +156,23 @@ def orders(request: Request, plan: Plan) -> list[Plan]:
     if plan.pp == 1 or plan.dp == 1 or "order" in request.fix or request.world_size <= request.topology.tiers[0].size:
         return [plan]
     return [dataclasses.replace(plan, order=order) for order in ORDERS]
+
+
+def laid_out(request: Request, plan: Plan) -> list[Plan]:
+    """``plan`` in each of its `orders`, with state shared by all data ranks and by those of each smaller domain."""
+    found = []
+    for one in orders(request, plan):
+        found.append(one)
+        if one.zero and not {"zero_group", "node", "compress"} & request.fix.keys():
+            mesh = one.mesh(request.world_size)
+            data = laid(mesh.dp * mesh.cp, mesh.tp, mesh.cp * mesh.tp, mesh.apart)
+            sizes = {data.within(tier.size) for tier in request.topology.tiers[:-1]}
+            found += [
+                dataclasses.replace(one, zero_group=size)
+                for size in sorted(sizes)
+                if 1 < size < data.size and data.size % size == 0
+            ]
+    return found
 
 
 def meshes(request: Request, tp: int, cp: int) -> list[tuple[int, int]]:

@@ -8,11 +8,12 @@ from typing import Final, final
 
 import numpy as np
 
+from plait.core.legal import divisors
 from plait.planner.kernels import Machine
 from plait.planner.leaves import State
 from plait.planner.pipes import Floats
 from plait.planner.space import ZEROS, Cell, Request, pipeline_sizes, zeros
-from plait.planner.wires import Group, collective
+from plait.planner.wires import Group, collective, nested
 
 ROUNDING: Final = 1.0 - 1e-9
 """Sums in another order than the model's."""
@@ -94,6 +95,15 @@ class Tails:
             self._known[cell.tp, experts] = After(sent=sent, updates=updates, state=state)
         return self._known[cell.tp, experts]
 
+    def _shared(self, count: float, group: Group, block: int, zero: int) -> float:
+        """Seconds of the messages of ``count`` parameters shared by blocks of neighbours of ``group``."""
+        machine, grad, wire = self._machine, self._state.grad * count, self._state.wire * count
+        inner, across = nested(group, block)
+        sent = collective(machine, "reduce_scatter", grad, inner)
+        sent += collective(machine, "all_reduce", grad / block, across)
+        # Gathered once a step; at ZeRO 3 for every forward and every backward.
+        return sent + (2 if zero == 3 else 1) * collective(machine, "all_gather", wire, inner)
+
     def _updates(self, cell: Cell, pp: int, data: int, zero: int) -> tuple[float, float]:
         """Seconds of a mean rank: communication of gradients and weights among ``data`` ranks, once each, and the
         optimizer."""
@@ -105,12 +115,12 @@ class Tails:
         ):
             each, group = count / pp, Group(size=sharing, stride=stride)
             update += each / (sharing if zero else 1) * (2 * state.optimizer + state.grad + state.wire)
-            if not each or self._request.fix.get("zero_group") is not None:
+            if not each:
                 continue
             if zero == 0:
                 sent += collective(machine, "all_reduce", state.grad * each, group)
                 continue
-            sent += collective(machine, "reduce_scatter", state.grad * each, group)
-            # Gathered once a step; at ZeRO 3 for every forward and every backward.
-            sent += (2 if zero == 3 else 1) * collective(machine, "all_gather", state.wire * each, group)
+            given = self._request.fix.get("zero_group")
+            blocks = divisors(sharing) if given is None else [min(int(str(given)), sharing)]
+            sent += min(self._shared(each, group, block, zero) for block in blocks)
         return sent, update * self._constant("optimizer_passes") / machine.optimizer_bandwidth
