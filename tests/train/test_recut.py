@@ -17,8 +17,10 @@ from torch import Tensor
 from plait.core.config import Config, dump, loads
 from plait.core.errors import PlanError
 from plait.core.plan import Plan
+from plait.core.topology import Topology
 from plait.models.decoder import Decoder
 from plait.parallel.apply import Parallel
+from plait.planner.clusters import cluster
 from plait.telemetry.record import read_metrics
 from plait.telemetry.report import read as read_report
 from plait.telemetry.report import render
@@ -172,6 +174,42 @@ def test_each_change_doubles_the_steps_until_the_next_and_the_end_has_none(
         log.write(REBALANCED, second)
     # Four changes would be worth 80 steps, of which fewer are left.
     assert blocks(pool, run, (100, [1.0, 3.0])) == [None]
+
+
+def feed_crowded(connect: Connect, text: str, ranks: int, given: list[tuple[int, list[float]]]) -> list[Any]:
+    """`feed` on devices without room for more than what the fullest of them has already."""
+
+    def crowded(name: str, devices: int) -> Topology:
+        found = cluster(name, devices)
+        return dataclasses.replace(found, device=dataclasses.replace(found.device, memory=1e6))
+
+    with mock.patch.object(recut, "cluster", crowded):
+        return feed(connect, text, ranks, given)
+
+
+def test_no_rank_gets_more_layers_than_it_has_room_for(pool: Pool, tokens: Path, tmp_path: Path) -> None:
+    """The first rank has the embedding and more live microbatches: it is the fullest, and stays what it is."""
+    model = ("model.hidden_size=64", "model.vocab_size=256", "train.global_batch=16", "train.steps=100")
+    run = config(tokens, tmp_path / "run", *RUN, *model, "run.rebalance=10")
+    given = [(12, [1.0, 3.0])]
+    (free,) = pool.run(2, feed, dump(run), 2, given)[0]
+    assert free["new"][0] > 4
+    assert pool.run(2, feed_crowded, dump(run), 2, given)[0] == [None]
+
+
+def feed_apart(connect: Connect, text: str, ranks: int, given: list[tuple[int, list[float]]]) -> list[Any]:
+    """`feed` where one rank comes to another cut than the others."""
+
+    def found(*arguments: object) -> tuple[int, ...]:
+        return (6, 2) if connect.rank else (5, 3)
+
+    with mock.patch.multiple(recut, best_cut=found, WORTH=-math.inf):
+        return feed(connect, text, ranks, given)
+
+
+def test_one_rank_alone_changes_nothing(pool: Pool, tokens: Path, tmp_path: Path) -> None:
+    run = config(tokens, tmp_path / "run", *RUN, "train.steps=100", "run.rebalance=10")
+    assert pool.run(2, feed_apart, dump(run), 2, [(12, [1.0, 3.0])]) == [[None], [None]]
 
 
 def test_a_run_that_goes_on_has_the_cut_that_it_had(tokens: Path, tmp_path: Path) -> None:

@@ -13,6 +13,8 @@ from pathlib import Path
 from statistics import median
 from typing import cast, final
 
+import torch
+
 from plait.comm.world import World
 from plait.core import cluster_file
 from plait.core.errors import PlanError
@@ -89,7 +91,7 @@ class Recut:
 
     def _told(self) -> tuple[str, int]:
         size = self._setup.world_size
-        found: Topology = machine(device_of(self._setup.config), size) or cluster(_UNKNOWN, size)
+        found = machine(device_of(self._setup.config), size) or _unknown(size)
         return cluster_file.dump(found), len(_changes(self._setup.config.run.dir))
 
     def _job(self, plan: Plan) -> Job:
@@ -165,6 +167,15 @@ class Recut:
 
     def _peak(self, plan: Plan) -> float:
         return Ranks(self._job(plan)).report().fullest.peak
+
+
+def _unknown(devices: int) -> Topology:
+    """Devices that the planner does not know, with the memory that they have."""
+    found = cluster(_UNKNOWN, devices)
+    if not torch.cuda.is_available():
+        return found
+    memory = float(torch.cuda.get_device_properties(0).total_memory)
+    return dataclasses.replace(found, device=dataclasses.replace(found.device, memory=memory))
 
 
 def watches(setup: Setup) -> bool:
