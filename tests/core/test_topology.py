@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -165,6 +166,23 @@ def test_a_device_of_a_cpu_host_is_one_of_so_many() -> None:
     assert eight.device.memory == 2e9
     assert eight.measured.comm[0].seconds == 1e-3
     assert parse(TEXT).with_devices(8).devices == 8
+
+
+def test_ranks_between_those_that_were_measured_have_their_part_of_the_cores() -> None:
+    host = dataclasses.replace(_host((_share(8, 4.0), _share(16, 9.0))), cores=8)
+    four = host.with_devices(4)  # two cores each: products take half as long, launches and memory what they took
+    assert four.measured.gemm[0].seconds == 2.0
+    assert four.device.peaks["fp32"] == 2e11
+    assert (four.measured.launch, four.measured.bandwidth, four.device.bandwidth) == (1e-6, 1e10, 1e10)
+    assert four.device.memory == 16e9
+    twelve = host.with_devices(12)  # of turns on eight cores each has a third more than one of sixteen
+    assert twelve.measured.gemm[0].seconds == pytest.approx(9.0 * 12 / 16)
+    assert twelve.measured.launch == pytest.approx(1e-6 * 12 / 16)
+    # Of one rank that was measured with all cores, two have half of them each.
+    alone = dataclasses.replace(_host((_share(1, 1.0),)), cores=8)
+    assert alone.with_devices(2).measured.gemm[0].seconds == 2.0
+    assert alone.with_devices(16).measured.gemm[0].seconds == 16.0
+    assert alone.with_devices(16).measured.launch == 2e-6
 
 
 _NAMES = st.text(st.characters(codec="utf-8", exclude_categories=("Cs",)), min_size=1, max_size=8)

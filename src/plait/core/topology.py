@@ -31,8 +31,11 @@ class Device:
 
     def slowed(self, factor: float) -> Device:
         """The same where it computes only 1 / ``factor`` of the time."""
-        peaks = {precision: peak / factor for precision, peak in self.peaks.items()}
-        return replace(self, peaks=peaks, bandwidth=self.bandwidth / factor)
+        return replace(self.narrowed(factor), bandwidth=self.bandwidth / factor)
+
+    def narrowed(self, factor: float) -> Device:
+        """The same with 1 / ``factor`` of the cores."""
+        return replace(self, peaks={precision: peak / factor for precision, peak in self.peaks.items()})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,6 +126,15 @@ class Measured:
 
     def slowed(self, factor: float) -> Measured:
         """The same where a rank computes only 1 / ``factor`` of the time. Communication as it is."""
+        return replace(
+            self.narrowed(factor),
+            bandwidth=self.bandwidth and self.bandwidth / factor,
+            launch=self.launch and self.launch * factor,
+        )
+
+    def narrowed(self, factor: float) -> Measured:
+        """The same where a rank has 1 / ``factor`` of the cores: one of them launches operators and waits for memory in
+        any case."""
         gemm = tuple(replace(point, seconds=point.seconds * factor) for point in self.gemm)
         attention = tuple(
             replace(point, forward=point.forward * factor, backward=point.backward * factor) for point in self.attention
@@ -131,9 +143,7 @@ class Measured:
             self,
             gemm=gemm,
             attention=attention,
-            bandwidth=self.bandwidth and self.bandwidth / factor,
             optimizer_bandwidth=self.optimizer_bandwidth and self.optimizer_bandwidth / factor,
-            launch=self.launch and self.launch * factor,
         )
 
 
@@ -185,18 +195,20 @@ class Topology:
         """The same cluster with another number of devices.
 
         On a host whose processes share its cores, a device is then the share of one of so many: the measured one with
-        the nearest number of ranks, at least as many where there is one; beyond the most that was measured, ranks take
-        turns on the cores, and share the memory.
+        the nearest number of ranks, at least as many where there is one. Ranks that are fewer or more than its have
+        more or fewer of the cores each, down to one, which speeds what they compute, and beyond that fewer turns on
+        them, which slows all that they do.
         """
         if not self.shares:
             return replace(self, devices=devices)
         enough = [share for share in self.shares if share.ranks >= devices]
         share = min(enough, key=lambda s: s.ranks) if enough else max(self.shares, key=lambda s: s.ranks)
-        turns = max(1.0, devices / max(share.ranks, self.cores or 1))
-        device = share.device.slowed(turns)
-        if not enough:
-            device = replace(device, memory=device.memory * share.ranks / devices)
-        return replace(self, devices=devices, device=device, measured=share.measured.slowed(turns))
+        cores = self.cores or 1
+        turns = max(devices, cores) / max(share.ranks, cores)
+        threads = min(devices, cores) / min(share.ranks, cores)
+        device = share.device.slowed(turns).narrowed(threads)
+        device = replace(device, memory=device.memory * share.ranks / devices)
+        return replace(self, devices=devices, device=device, measured=share.measured.slowed(turns).narrowed(threads))
 
     def tier_index(self, ranks: Sequence[int]) -> int:
         """Index of the innermost tier with a domain that holds all ``ranks``; the last one where none does."""
