@@ -1,4 +1,4 @@
-"""`Sends`: messages that have not left yet, kept until they have and no longer."""
+"""`Sends`: messages that have not left yet, kept until they have and not much longer."""
 
 from __future__ import annotations
 
@@ -17,20 +17,26 @@ class Work(Protocol):
     def is_completed(self) -> bool: ...
 
 
+HELD = 8 << 20
+"""Bytes of messages that may be held although they have left. A thread costs some 0.5 ms on a busy host: less than so
+many bytes take on their way, and much more than a small message does."""
+
+
 @final
 class Sends:
     """Keeps each message until it has left.
 
     gloo tells of a message that it has left only to who waits for it (``is_completed`` of a send stays false), and a
-    wait in the middle of a schedule may be for a rank that waits for this one. So a thread waits, in the order of the
-    messages; it is there while there are any. NCCL's answer to ``is_completed`` is true when it is, and waiting is a
-    matter of streams: ``asked`` is for that, and has no thread.
+    wait in the middle of a schedule may be for a rank that waits for this one. So where `HELD` bytes are kept, a thread
+    waits for all of them, in their order, and ends. NCCL's answer to ``is_completed`` is true when it is, and waiting
+    is a matter of streams: ``asked`` is for that, and has no thread.
     """
 
     def __init__(self, *, asked: bool) -> None:
         self._asked = asked
         self._kept: deque[tuple[Work, Tensor]] = deque()
         self._change = threading.Condition()
+        self._bytes = 0
         self._waiting = False
         self._error: RuntimeError | None = None
 
@@ -40,22 +46,22 @@ class Sends:
             self._kept = deque(pair for pair in self._kept if not pair[0].is_completed())
         with self._change:
             self._kept.append((work, message))
-            if not self._asked and not self._waiting:
+            self._bytes += message.nbytes
+            if self._bytes >= HELD and not self._asked and not self._waiting:
                 self._waiting = True
                 threading.Thread(target=self._wait, name="plait-sends", daemon=True).start()
 
     def flush(self) -> None:
         """Return when every message has left; RuntimeError, torch's, where one has not within the group's time-out."""
-        if self._asked:
-            while self._kept:
-                self._kept[0][0].wait()
-                self._kept.popleft()
-            return
         with self._change:
             self._change.wait_for(lambda: not self._waiting)
             error, self._error = self._error, None
         if error is not None:
             raise error
+        while self._kept:
+            self._kept[0][0].wait()
+            self._kept.popleft()
+        self._bytes = 0
 
     def _wait(self) -> None:
         while True:
@@ -71,4 +77,4 @@ class Sends:
                 self._error = self._error or error
             del work
             with self._change:
-                self._kept.popleft()
+                self._bytes -= self._kept.popleft()[1].nbytes
