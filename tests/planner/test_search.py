@@ -193,6 +193,21 @@ def test_axes_are_laid_on_tiers_as_is_faster() -> None:
     assert {one.plan.order for one in search(DENSE, fast, **keys, losers=False).ranked} == {"pp-dp-cp-tp"}  # type: ignore[arg-type]
 
 
+def test_stages_are_cut_by_time_and_memory_at_once() -> None:
+    """Long samples on a deep pipeline: early stages hold many microbatches, and layers move to late ones."""
+    fix: dict[str, object] = {"schedule": "1f1b", "pp": 8, "tp": 8, "cp": 1, "micro": 1}
+    wide = dataclasses.replace(
+        DENSE, vocab_size=128256, hidden_size=8192, num_layers=80, num_heads=64, ffn_size=28672, max_positions=16384
+    )
+    keys = {"world_size": 64, "seq": 16384, "global_batch": 64, "max_memory": 0.5, "top": 1, "losers": False}
+    found = search(wide, cluster("a100-80g", 64), fix=fix, **keys).best  # type: ignore[arg-type]
+    even = search(wide, cluster("a100-80g", 64), fix={**fix, "stages": (10,) * 8}, **keys).best  # type: ignore[arg-type]
+    assert found is not None and even is not None
+    assert found.plan.stages is not None and found.plan.stages[0] < found.plan.stages[-2]
+    assert ":" in found.plan.recompute
+    assert found.prediction.step_time < 0.96 * even.prediction.step_time
+
+
 def test_given_keys_are_kept_and_numbers_that_make_no_request_are_refused() -> None:
     asked = {"world_size": 8, "seq": 4096, "global_batch": 16}
     topology = cluster("a100-80g", 8)

@@ -27,6 +27,7 @@ from plait.planner.local import own_cores
 from plait.planner.pipes import Floats, Pipe, Pipes
 from plait.planner.room import Peak, Room
 from plait.planner.space import MODES, Cell, Request, meshes, pipeline_sizes, pipelines, stage_cuts
+from plait.planner.stage_fit import Costs, free
 from plait.planner.stages import machine_of
 from plait.planner.tails import ROUNDING, Tails
 from plait.planner.wires import Group, collective
@@ -108,6 +109,7 @@ class Bounds:
             self._room = Room(request, found, self._numbers, self._modes)
             self._of_pipe = np.array([self._sizes.index(pipe.pp) for pipe in found])
             self._split = np.array([pipe.split for pipe in found])
+            self._free = np.array([free(request, pipe.schedule, pipe.virtual, pipe.stages) for pipe in found])
         return len(found)
 
     def leaves(self, cell: Cell, *, limit: float = math.inf, all_of_them: bool = False) -> Leaves | None:
@@ -186,6 +188,8 @@ class Bounds:
         fit = (peak.least <= self.request.memory) & (counts < np.inf)[:, None]
         recomputed = np.zeros((len(ranks), extra.shape[1]))
         np.maximum.at(recomputed, rows.rank, extra)
+        # Where the cut is free as well, layers may move to ranks that have room.
+        later[self._free], recomputed[np.repeat(self._free, [pipe.pp for pipe in self._pipes.pipes])] = 0.0, 0.0
         seconds = np.maximum(plain[:, None], later) * ROUNDING + timed.tails[:, 0]
         return np.where(fit, seconds, np.inf), recomputed
 
@@ -264,6 +268,12 @@ class Bounds:
 
     def _constant(self, name: str) -> float:
         return self._machine.table.of(name, self._machine.family)
+
+    def costs(self, cell: Cell) -> Costs:
+        """What a cut of the layers of ``cell`` goes by."""
+        each = self._each.of(cell, "none").phases.sum(axis=0)
+        layers = [float(each[number]) for number in self._numbers]
+        return Costs(layers=layers, first=float(each[-2]), last=float(each[-1]), spent=self.recompute_seconds(cell))
 
     def recompute_seconds(self, cell: Cell) -> dict[str, float]:
         """What each mode costs a layer of a microbatch, in the mean."""

@@ -30,6 +30,7 @@ from plait.planner.memory import Ranks, memory
 from plait.planner.prediction import Prediction
 from plait.planner.space import Cell, Form, Request, laid_out, legal, meshes, pipelines, plan_of, require_some, zeros
 from plait.planner.stage_cut import recompute_to_fit
+from plait.planner.stage_fit import free, recut_to_fit
 from plait.planner.why import Candidate, Loser, nearest_words
 
 _TIGHTEST = 24
@@ -251,11 +252,16 @@ class Run:
             hopes=lambda extra: self._bounds.recomputed(leaf, extra) <= self.limit,
             worth=lambda one: self._worth(leaf, one),
         )
-        if chosen is not None:
-            self.predicted += 1
-            prediction = predict(self.request.job(chosen))
-            if prediction.step_time <= self.limit:
-                self._keep(chosen, prediction)
+        again = None
+        if plan.pp > 1 and free(self.request, plan.schedule, plan.virtual, plan.stages):
+            again = recut_to_fit(self.request, plan, self._bounds.costs(leaf.cell), lambda one: self._worth(leaf, one))
+        for one in (chosen, again):
+            if one is not None and (one, False) not in self._tried:
+                self._tried.add((one, False))
+                self.predicted += 1
+                prediction = predict(self.request.job(one))
+                if prediction.step_time <= self.limit:
+                    self._keep(one, prediction)
 
     def _worth(self, leaf: Leaf, plan: Plan) -> bool:
         """Whether a plan is among the best if it fits."""

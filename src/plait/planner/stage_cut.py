@@ -46,20 +46,24 @@ def recompute_to_fit(
             return None
     chosen = [choices[rank] for rank in range(plan.pp)]
     for repair in range(_REPAIRS):
-        text = _ranges(_modes(held, chosen))
-        mixed = dataclasses.replace(plan, recompute=text)
-        if text in MODES or (repair == 0 and not worth(mixed)):
+        one = mixed(request, plan, chosen)
+        if one.recompute in MODES or (repair == 0 and not worth(one)):
             return None
-        memory = Ranks(request.job(mixed))
+        memory = Ranks(request.job(one))
         # A rank whose layers were left alone has been seen to fit.
         changed = [rank for rank, counts in enumerate(chosen) if counts != (0, 0)]
         over = [rank for rank in changed if memory.of(rank).peak > request.memory]
         if not over:
-            return mixed
+            return one
         for rank in over:
             full, selective = chosen[rank]
             chosen[rank] = (min(full + 1, len(held[rank])), max(0, min(selective, len(held[rank]) - full - 1)))
     return None
+
+
+def mixed(request: Request, plan: Plan, chosen: Sequence[tuple[int, int]]) -> Plan:
+    """``plan`` with so many layers of each rank recomputed in full, and so many after them selectively."""
+    return dataclasses.replace(plan, recompute=_ranges(_modes(_layers_of_ranks(request, plan), chosen)))
 
 
 def _telling(ranks: int) -> list[int]:
@@ -77,7 +81,7 @@ def _of_rank(
     saved = {mode: over + request.memory - jobs[mode].of(rank).peak for mode in MODES[1:]}
     if saved["full"] < over:
         return None
-    return _cheapest(layers, over, {mode: size / max(1, layers) for mode, size in saved.items()}, seconds)
+    return cheapest(layers, over, {mode: size / max(1, layers) for mode, size in saved.items()}, seconds)
 
 
 def _layers_of_ranks(request: Request, plan: Plan) -> list[list[int]]:
@@ -88,7 +92,7 @@ def _layers_of_ranks(request: Request, plan: Plan) -> list[list[int]]:
     return [sorted(layers) for layers in held]
 
 
-def _cheapest(layers: int, over: float, saved: Mapping[str, float], seconds: Mapping[str, float]) -> tuple[int, int]:
+def cheapest(layers: int, over: float, saved: Mapping[str, float], seconds: Mapping[str, float]) -> tuple[int, int]:
     """(full, selective) layers that save ``over`` bytes for the least seconds; all in full where nothing does."""
     best, least = (layers, 0), math.inf
     for full in range(layers + 1):
