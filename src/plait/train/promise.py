@@ -38,7 +38,6 @@ def promise(setup: Setup, topology: Topology) -> dict[str, object]:
     said, held = predict(job), memory(job)
     # A rank that waits for its pipeline spends that in a communication call.
     waits = [sum(rank.exposed.values()) + rank.bubble for rank in said.ranks]
-    per_stage = setup.world_size // setup.plan.pp
     peaks = {rank.pp: int(rank.peak) for rank in held.ranks}
     return {
         "plan": str(setup.plan),
@@ -52,7 +51,7 @@ def promise(setup: Setup, topology: Topology) -> dict[str, object]:
         "comm_fraction": sum(waits) / len(waits) / said.step_time,
         "mfu": said.mfu if topology.device.kind == "gpu" else None,
         "comm_bytes": _sent(job) if setup.world_size <= COUNTED_RANKS else None,
-        "memory_bytes": [peaks[rank // per_stage] for rank in range(setup.world_size)],
+        "memory_bytes": [peaks[job.mesh.coordinate(rank)["pp"]] for rank in range(setup.world_size)],
     }
 
 
