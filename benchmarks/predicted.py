@@ -1,13 +1,13 @@
 """Predicted beside measured on this machine: step time and peak memory of plans on 1, 2 and 4 processes.
 
-    python benchmarks/predicted.py [--rounds 3] [--steps 2] [--patience 5] [--cluster FILE] [--estimated]
-        [--save FILE] [--json FILE]
+    python benchmarks/predicted.py [--rounds 3] [--steps 2] [--patience 5] [--cluster FILE] [--save FILE] [--json FILE]
 
-Calibrates (or reads a cluster file, or estimates), predicts every plan, then runs them all in turn, round after round,
-through plait's own step. A plan's time is the median of the steps in which other programs took next to nothing, where
+Calibrates (or reads a cluster file), predicts every plan, then runs them all in turn, round after round, through
+plait's own step. A plan's time is the median of the steps in which other programs took next to nothing, where
 there are enough of them, else its fastest step. Memory is the fullest rank's peak of tensor bytes, told in the first
 round; beside it stands what its resident memory rose by, which is more: glibc keeps freed blocks. The last lines say
-how far off predictions are, whether they rank the plans right, and what the planner's choice loses to the best.
+how far off predictions are, whether they rank the plans right, and what the planner's choice loses to the best; and the
+same of predictions from the estimate that stands in where nothing is calibrated.
 """
 
 from __future__ import annotations
@@ -191,8 +191,13 @@ def show(cases: Sequence[Case], said: dict[str, Any]) -> None:
             f"{case.foreign:.2f}",
         )
     Console(width=130).print(table)
-    for name, value in said.items():
-        print(f"{name}: {value if isinstance(value, str | int) else f'{value:.3f}'}")
+    for title, values in (("calibrated", said), ("from an estimate", said["estimated"])):
+        words = [f"{name} {_word(value)}" for name, value in values.items() if not isinstance(value, dict)]
+        print(f"{title}: {', '.join(words)}")
+
+
+def _word(value: str | float) -> str:
+    return f"{value:.3f}" if isinstance(value, float) else str(value)
 
 
 def _calibrated(file: Path | None) -> Topology:
@@ -211,19 +216,19 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=2)
     parser.add_argument("--patience", type=float, default=5.0, help="seconds a step waits for the machine to be quiet")
     parser.add_argument("--cluster", type=Path, help="a cluster file of this machine; without it, calibrates")
-    parser.add_argument("--estimated", action="store_true", help="predict from an estimate of this machine")
     parser.add_argument("--only", default="", help="plans whose text contains this")
     parser.add_argument("--save", type=Path, help="keep the cluster file here")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     plans = {n: [text for text in texts if args.only in text] for n, texts in PLANS.items()}
     plans = {n: texts for n, texts in plans.items() if texts}
-    topology = None if args.estimated else _calibrated(args.cluster)
-    if args.save is not None and topology is not None:
+    topology = _calibrated(args.cluster)
+    if args.save is not None:
         args.save.write_text(dump(topology), encoding="utf-8")
     rows = run_plans(args.rounds, args.steps, args.patience, plans)
     cases = [case_of(key, found, topology) for key, found in rows.items()]
     said = verdict(cases)
+    said["estimated"] = verdict([case_of(key, found, None) for key, found in rows.items()])
     show(cases, said)
     if note := doubt(job_of(cases[0].plan, cases[0].processes, topology).topology):
         print(f"cluster: {note}")
