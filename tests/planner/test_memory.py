@@ -8,7 +8,7 @@ import itertools
 import pytest
 
 from plait.core.plan import Plan
-from plait.models.config import PRESETS, MLAConfig, ModelConfig, MoEConfig, parameter_count
+from plait.models.config import PRESETS, ModelConfig, parameter_count
 from plait.parallel.layout import build_schedule
 from plait.planner.activations import layer_steps, total
 from plait.planner.clusters import cluster
@@ -19,7 +19,6 @@ from plait.planner.parameters import elements, parts_of, stage_parts, state_byte
 from plait.planner.saved import local_of
 from plait.planner.state import holdings
 from plait.schedule.check import check
-from plait.train.dry_run import dry_run
 
 GPT = ModelConfig(
     family="gpt2",
@@ -298,52 +297,3 @@ def test_what_saves_memory_does() -> None:
     assert peak("dp=8 micro=4") > peak("dp=8 micro=2")
     assert peak("cp=2 dp=4") < peak("dp=8")
     assert peak("dp=8") < peak("dp=8", memory_kind="reserved") and peak("dp=8") < peak("dp=8", memory_kind="device")
-
-
-# --- plait's own steps: the dry run is the judge
-
-_TINY = ModelConfig(
-    vocab_size=1000, hidden_size=256, num_layers=4, num_heads=8, num_kv_heads=2, ffn_size=768, max_positions=512
-)
-_GELU = dataclasses.replace(GPT, hidden_size=256, num_heads=8, num_kv_heads=8, head_dim=32, ffn_size=1024,
-                            num_layers=4, vocab_size=1000, dropout=0.0, tied=True)  # fmt: skip
-_EXPERTS = dataclasses.replace(
-    _TINY, family="mixtral", moe=MoEConfig(num_experts=8, top_k=2, ffn_size=384, shared_ffn=256, dense_layers=(0,))
-)
-_LATENT = dataclasses.replace(
-    _TINY,
-    num_kv_heads=8,
-    head_dim=32,
-    mla=MLAConfig(q_rank=96, kv_rank=64, nope_dim=16, rope_dim=16, v_dim=32),
-)
-
-
-@pytest.mark.parametrize(
-    ("plan", "model", "pp"),
-    [
-        ("pp=2", _TINY, 0),
-        ("tp=2 precision=fp32", _TINY, 0),
-        ("tp=2 pp=2 sequence_parallel=false", _GELU, 1),
-        ("pp=2 recompute=full", _TINY, 0),
-        ("cp=2 context=ulysses", _TINY, 0),
-        ("pp=2 virtual=2 schedule=interleaved", _TINY, 0),
-        ("pp=2 schedule=zb-h1", _TINY, 0),
-        ("pp=2", _LATENT, 0),
-        ("tp=2 ep=2", _EXPERTS, 0),
-        ("dp=2 zero=3", _TINY, 0),
-    ],
-)
-def test_the_peak_is_the_dry_runs(plan: str, model: ModelConfig, pp: int) -> None:
-    parsed = Plan.parse(plan)
-    if "precision" not in plan:
-        parsed = dataclasses.replace(parsed, precision="bf16")
-    world = parsed.tp * parsed.pp * parsed.cp * (parsed.dp or 1)
-    parsed = parsed.resolve(world)
-    assert parsed.dp is not None
-    batch = 4 * parsed.dp
-    mesh = parsed.mesh(world)
-    rank = next(rank for rank in range(world) if mesh.coordinate(rank)["pp"] == pp)
-    real = dry_run(model, parsed, world_size=world, seq=512, global_batch=batch, rank=rank)
-    cpu = dataclasses.replace(cluster("h100", world), device=dataclasses.replace(cluster("h100", 1).device, kind="cpu"))
-    found = memory(Job(model=model, plan=parsed, topology=cpu, seq=512, global_batch=batch)).ranks[pp]
-    assert found.peak == pytest.approx(real.peak, rel=0.02)

@@ -160,11 +160,16 @@ def _backward_peak(steps: Sequence[Step]) -> float:
 def embedding_steps(model: ModelConfig, plan: Plan, practice: Practice, at: Local) -> tuple[Step, ...]:
     """Token (and position) embedding and its dropout."""
     ids = 8.0 * at.rows * (1 if at.tp == 1 else 2 / at.tp)
+    work = at.rows * at.hidden * (WIDE + at.width)
+    if is_plait(practice):
+        # All ranks' rows, of those the ones that are looked up here, and these in fp32.
+        looked = at.rows * at.hidden / at.tp
+        work = (at.wide_stream if at.sp else 0.0) + looked * ((WIDE if at.width < WIDE else 0) + at.width * (at.tp > 1))
     rows = Step(
         kind="embedding",
         keeps=ids,
         forward=2 * at.stream,
-        backward=at.rows * at.hidden * (WIDE + at.width),
+        backward=work,
         modules=("positions", "tokens"),
     )
     return rows, dropout(model, at, practice)

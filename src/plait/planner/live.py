@@ -60,9 +60,10 @@ class Live:
     """Whether backwards are split."""
 
     @cached_property
-    def most(self) -> int:
-        """Microbatches that its first stage holds at most."""
-        return max(moment.live[0] for moment in self.moments)
+    def warm(self) -> int:
+        """Microbatches whose forwards begin before the first gradients of weights are made, at the rank's fullest."""
+        waits = max(moment.waiting[0] for moment in self.moments)
+        return max(moment.live[0] for moment in self.moments) + max(0, waits - 1)
 
     @cached_property
     def table(self) -> Table:

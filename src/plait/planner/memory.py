@@ -122,7 +122,7 @@ class Ranks:
         count = len(self._bounds)
         held = [stage_parts(job.model, *self._bounds[index], count, index) for index in live.stages]
         stages = [self._stage(index) for index in live.stages]
-        steady = job.microbatches > live.most
+        steady = job.microbatches > live.warm
         coming = [self._coming(one, stage, live, steady) for one, stage in zip(held, stages, strict=True)]
         return _fullest(job, pp, live, stages, self._state(held), coming)
 
@@ -132,7 +132,8 @@ class Ranks:
 
     def _coming(self, held: Mapping[str, int], stage: StageMemory, live: Live, steady: bool) -> _Coming:
         if (stage, steady) not in self._comings:
-            job, both = self._job, self._job.model.tied and "embed" in held and "tail" in held
+            job, ends = self._job, {0, len(self._bounds) - 1}
+            both = "" if not job.model.tied or not ends <= set(live.stages) else "stage" if len(ends) == 1 else "rank"
             beside = ending(job, self._sharing, held, stage.units, both=both)
             whole = passing(job, self._sharing, held, stage.units, both=both)
             # How much of a full rank has gone before a stage's second backward; None: there is none.
@@ -215,6 +216,12 @@ def _fullest(
     """The rank at its fullest moment; ``stages`` and ``coming`` are of ``live.stages``."""
     table = live.table
     keeps, waits = (np.array([getattr(stage, name) for stage in stages]) for name in ("keeps", "waits"))
+    if len(stages) > 1:
+        # What a stage gives to the next one here is that one's input.
+        keeps -= [
+            stage.arriving if index - 1 in live.stages else 0.0
+            for index, stage in zip(live.stages, stages, strict=True)
+        ]
     kept = table.live @ keeps
     if job.practice.offload:
         kept = np.where(table.backward, keeps[table.place], 0.0)  # the host has what the others keep

@@ -22,9 +22,9 @@ NOTHING: Final = Whole(fore=_NO, back=_NO, again=_NO, late=_NO, rest=0.0, kept=0
 """Below ZeRO 2 nothing comes and goes."""
 
 
-def passing(job: Job, sharing: Sharing, stage: Mapping[str, int], units: tuple[Unit, ...], *, both: bool) -> Whole:
+def passing(job: Job, sharing: Sharing, stage: Mapping[str, int], units: tuple[Unit, ...], *, both: str) -> Whole:
     """What comes and goes in the actions of a stage that holds ``stage`` of the model's parts, in ``units``; ``both``:
-    it has both ends of a tied embedding."""
+    whether it, or its rank, has both ends of a tied embedding."""
     plan, model = job.plan, job.model
     if plan.zero < 2:
         return NOTHING
@@ -42,7 +42,7 @@ def passing(job: Job, sharing: Sharing, stage: Mapping[str, int], units: tuple[U
 
 
 def ending(
-    job: Job, sharing: Sharing, stage: Mapping[str, int], units: tuple[Unit, ...], *, both: bool
+    job: Job, sharing: Sharing, stage: Mapping[str, int], units: tuple[Unit, ...], *, both: str
 ) -> Floats | None:
     """What lies beside the gradients at each step of a stage's last backward; None: nothing (see `passing`)."""
     plan = job.plan

@@ -203,6 +203,7 @@ class Peaks:
                 live = 1 if moment.kind == "B" and stage == moment.stage else 0
             one = np.array([*stages[stage], float(stage != last)])
             kept += live * one
+            kept[-1] -= live * (stage - 1 in mine)  # its input is the output of the stage before
             waiting[:-1] += later * one[:-1]
             most = max(most, float(live) if sum(stages[stage][:n]) else 0.0)
         return [*kept.tolist(), *waiting.tolist(), most], [

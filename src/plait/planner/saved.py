@@ -143,11 +143,14 @@ def _copies(at: Local, width: float, weight: float) -> float:
     return max(9 * rows, rows + 9 * weight) if at.fp8 else 0.0
 
 
-def gradient_copies(at: Local, kind: str, inputs: float, outputs: float, *, plain: bool) -> list[Step]:
-    """plait's fp8: the step in which a linear layer's input gradient is made, before its weight's."""
+def gradient_copies(
+    at: Local, kind: str, inputs: float, outputs: float, *, plain: bool, coming: float = 0.0
+) -> list[Step]:
+    """plait's fp8: the step in which a linear layer's input gradient is made, before its weight's; ``coming``: inputs
+    that are gathered meanwhile."""
     if not (at.fp8 and plain):
         return []
-    return [Step(kind=kind, backward=at.rows * outputs * at.width + _copies(at, outputs, inputs * outputs))]
+    return [Step(kind=kind, backward=coming + at.rows * outputs * at.width + _copies(at, outputs, inputs * outputs))]
 
 
 def low_width(at: Local, practice: Practice) -> float:

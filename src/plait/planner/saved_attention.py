@@ -36,7 +36,7 @@ def attention(model: ModelConfig, at: Local, practice: Practice, layer: int) -> 
         late=temp_out,
         modules=("attn.out",),
     )
-    joined_copies = gradient_copies(at, "attention", at.hidden, at.query + 2 * at.key, plain=plait)
+    joined_copies = gradient_copies(at, "attention", at.hidden, at.query + 2 * at.key, plain=plait, coming=gathered)
     return [joined, *joined_copies, *core, out, *gradient_copies(at, "attention", at.query, at.hidden, plain=plait)]
 
 

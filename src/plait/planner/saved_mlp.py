@@ -40,7 +40,7 @@ def mlp(model: ModelConfig, at: Local, practice: Practice, ffn: int, kind: str =
         late=temp_down,
         modules=(f"{module}.down",),
     )
-    first_copies = gradient_copies(at, kind, at.hidden, up / (rows * e), plain=plait)
+    first_copies = gradient_copies(at, kind, at.hidden, up / (rows * e), plain=plait, coming=gathered)
     return [first, *first_copies, act, second, *gradient_copies(at, kind, ffn, at.hidden, plain=plait)]
 
 

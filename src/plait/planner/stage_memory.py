@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from types import MappingProxyType
+from typing import Final
 
 import numpy as np
 
@@ -51,7 +52,7 @@ class StageMemory:
     late: float
     """The most in W, over what waits for it."""
     arriving: float
-    """What the stage before sends for the next forward meanwhile."""
+    """What a forward takes from the stage before: comes meanwhile."""
     turns: float
     """What the steps of its largest layer work with, one after the other: memory that is taken and given back."""
     logits: float
@@ -83,6 +84,10 @@ class Run:
         return max(self.splits)
 
 
+_NOTHING: Final = Run(steps=(Step(kind="residual"),), count=1, keeps=0.0, waits=0.0, backs=(0.0,), splits=(0.0,))
+"""Of a stage without layers."""
+
+
 @lru_cache(maxsize=8192)
 def stage_memory(
     model: ModelConfig, plan: Plan, practice: Practice, at: Local, first: int, stop: int, index: int, count: int
@@ -112,8 +117,8 @@ def stage_memory(
         kinds["attention"] = kinds.get("attention", 0.0) + extra
     if not last and keeps_output(practice):
         kinds["residual"] = kinds.get("residual", 0.0) + at.stream
-    everything = [*runs, *([head] if head is not None else [])]
-    parts += ["tail"] * last
+    everything = [*runs, *([head] if head is not None else [])] or [_NOTHING]
+    parts += ["tail"] * last or ["none"] * (not runs)
     curves = Curves(
         fore=_forward(everything, extra, at, last=last),
         back=_backward(everything, at, last=last, split=False, plait=plait),
@@ -237,16 +242,14 @@ def _backward(runs: list[Run], at: Local, *, last: bool, split: bool, plait: boo
     for place, run in enumerate(reversed(runs)):
         head = last and place == 0
         stream = 0.0 if head else at.stream
-        if last and not head and run.steps[0].kind == "residual":
-            stream += at.stream  # a block that is computed again makes its result again as well
         step = (run.waits if split else 0.0) - run.keeps
         inner = np.array(run.splits if split else run.backs) + stream
         found.append((change + step * np.arange(run.count)[:, None] + inner).ravel())
         change += step * run.count
     curve = np.concatenate(found)
     if plait and not last:
-        first = next(index for index, step in enumerate(reversed(runs[-1].steps)) if step.modules == ("norm2",))
-        curve[first + 1 :] += at.stream
+        norms = [index for index, step in enumerate(reversed(runs[-1].steps)) if step.modules == ("norm2",)]
+        curve[norms[0] + 1 if norms else len(curve) :] += at.stream
     return curve
 
 

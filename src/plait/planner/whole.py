@@ -35,7 +35,7 @@ class Unit:
     """What is gathered at once: the embedding, a layer, or the last norm with the head; ``count`` alike in a row."""
 
     part: str
-    """``embed``, ``dense``, ``moe`` or ``tail``."""
+    """``embed``, ``dense``, ``moe``, ``tail``, or ``none`` of a stage without layers."""
     steps: tuple[tuple[str, ...], ...]
     """In forward order: the modules whose gradients come in the backward of each step, in that order."""
     count: int
@@ -96,6 +96,8 @@ class _Bucket:
     """Beside it while that is made."""
     first: int
     contributions: int
+    open: bool = False
+    """Whether it is reduced at the action's end alone: another stage here has gradients for it as well."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,14 +112,15 @@ class _Event:
 
 
 @lru_cache(maxsize=1 << 12)
-def whole(model: ModelConfig, cut: Cut, units: tuple[Unit, ...], sharing: Sharing, both: bool, tied: bool) -> Whole:
-    """Of a stage of ``units``; ``both``: it has both ends of a tied embedding; ``tied``: its head is one."""
+def whole(model: ModelConfig, cut: Cut, units: tuple[Unit, ...], sharing: Sharing, both: str, tied: bool) -> Whole:
+    """Of a stage of ``units``; ``both``: whether the ``stage``, or else the ``rank``, has both ends of a tied weight;
+    ``tied``: the stage's head is one."""
     short, copies = _shortened(units, sharing)
     parts = tensors_of(model, *cut)
     rows = [(place, unit, _of(parts, unit.part, tied=tied)) for place, unit in _places(short)]
     buckets, events, steps = _events(rows, sharing, both=both, tied=model.tied)
     weights = [_weights(tensors, sharing) for _, _, tensors in rows]
-    if both and sharing.step:
+    if both == "stage" and sharing.step:
         weights[-1] -= _weights(parts["tied"], sharing)  # there once
     every = sum(one * n for one, n in zip(weights, copies, strict=True))
     fore, back = _gathered(rows, weights, every if sharing.step else None)
@@ -146,7 +149,7 @@ def whole(model: ModelConfig, cut: Cut, units: tuple[Unit, ...], sharing: Sharin
 
 
 @lru_cache(maxsize=1 << 12)
-def launched(model: ModelConfig, cut: Cut, units: tuple[Unit, ...], sharing: Sharing, both: bool, tied: bool) -> Floats:
+def launched(model: ModelConfig, cut: Cut, units: tuple[Unit, ...], sharing: Sharing, both: str, tied: bool) -> Floats:
     """What lies beside gradients that are being summed, at each step of a stage's last backward (ZeRO 0 and 1): a
     bucket's sum starts with its last gradient, in the order of buckets (`plait.parallel.reduction.AtEnd`)."""
     parts = tensors_of(model, *cut)
@@ -160,12 +163,13 @@ def launched(model: ModelConfig, cut: Cut, units: tuple[Unit, ...], sharing: Sha
             found[one.step] = max(found[one.step], total + buckets[next_].spike)
             total += buckets[next_].wire
             next_ += 1
-        found[one.step] = max(found[one.step], total)
+        if one.place >= 0:  # what the embedding's backward works with is gone by then
+            found[one.step] = max(found[one.step], total)
     return found
 
 
 def _of(parts: Mapping[str, tuple[Tensor, ...]], part: str, *, tied: bool) -> tuple[Tensor, ...]:
-    return parts[part] + (parts["tied"] if part == "tail" and tied else ())
+    return parts.get(part, ()) + (parts["tied"] if part == "tail" and tied else ())
 
 
 def _places(units: Sequence[Unit]) -> list[tuple[int, Unit]]:
@@ -231,16 +235,16 @@ def _gathered(
 
 
 def _events(
-    rows: Sequence[tuple[int, Unit, tuple[Tensor, ...]]], sharing: Sharing, *, both: bool, tied: bool
+    rows: Sequence[tuple[int, Unit, tuple[Tensor, ...]]], sharing: Sharing, *, both: str, tied: bool
 ) -> tuple[list[_Bucket], list[_Event], int]:
     """Buckets, what comes into them in the order of backward, and how many steps there are; ``tied``: the model's
     embedding is its head."""
     held = [(place, one) for place, _, tensors in rows for one in tensors if _shares(one, sharing)]
-    if both:
+    if both == "stage":
         held = [row for row in held if row[1].name != "head.weight"]
     held.reverse()
     # A tied embedding that is here with one of its ends is apart.
-    ends = {"tokens.weight", "head.weight"} if tied and not both else set()
+    ends = {"tokens.weight", "head.weight"} if tied and both != "stage" else set()
     kinds = [(*one.kind, one.name in ends, place if sharing.zero == 3 else 0) for place, one in held]
     groups = pack(list(zip(kinds, (4 * one.size for _, one in held), strict=True)), sharing.bucket)
     of = {(held[index][0], held[index][1].name): number for number, group in enumerate(groups) for index in group}
@@ -258,8 +262,10 @@ def _events(
             for one in (one for module in modules for one in tensors if one.name.startswith(module)):
                 if not _shares(one, sharing):
                     continue
-                end = both and one.name in ("head.weight", "tokens.weight")
-                key = (-1, "tokens.weight") if end else (place, one.name)
+                end = bool(both) and one.name in ("head.weight", "tokens.weight")
+                key = (-1, "tokens.weight") if end and both == "stage" else (place, one.name)
+                if end and both == "rank":
+                    buckets[of[key]].open = True
                 events.append(_Event(step=step, place=place, once=not end, bucket=of[key], late=one.product))
                 buckets[of[key]].contributions += 1
             step += 1
@@ -279,7 +285,7 @@ def _walk(
     every bucket is known to get its gradients; ``fresh``: while they are summed they themselves are gone."""
     found = np.zeros(steps)
     order = sorted(range(len(buckets)), key=lambda number: -buckets[number].first)
-    left = deque(order if armed else [])
+    left = deque([number for number in order if armed and not buckets[number].open])
     waiting = [bucket.contributions for bucket in buckets]
     opened: dict[int, float] = {}
     under, held = before, 0.0
@@ -301,7 +307,7 @@ def _walk(
         if one.once:
             while left and buckets[left[0]].first > one.place:
                 close(left.popleft(), one.step)
-            for number in [n for n in order if n in opened and buckets[n].first > one.place]:
+            for number in [n for n in order if n in opened and buckets[n].first > one.place and not buckets[n].open]:
                 close(number, one.step)
         if one.bucket not in opened:
             opened[one.bucket] = buckets[one.bucket].size
