@@ -6,7 +6,7 @@ import pytest
 
 from plait.planner import host
 from plait.planner.host import estimate
-from plait.planner.local import doubt
+from plait.planner.local import doubt, meeting
 
 
 def _of(monkeypatch: pytest.MonkeyPatch, flags: str, *, found: float = 1e11, cores: int = 4) -> None:
@@ -21,11 +21,20 @@ def test_a_rank_has_its_part_of_the_cores(monkeypatch: pytest.MonkeyPatch) -> No
     _of(monkeypatch, "fpu avx fma avx512f")
     for ranks, rate, moved in ((1, 4e11, 4e10), (2, 2e11, 4e10), (4, 1e11, 4e10), (8, 5e10, 2e10)):
         found = estimate(ranks)
+        crowding = found.measured.crowding or 1.0
+        assert (crowding > 1) == (ranks > 4), "only ranks that share cores spoil each other's caches"
+        rate, moved = rate / crowding, moved / crowding
         assert found.device.peaks["fp32"] == pytest.approx(rate)
         assert found.device.bandwidth == pytest.approx(moved), "no rank moves bytes with more than a core"
         assert found.device.memory == 64e9 / ranks
         assert (found.devices, found.cores) == (ranks, 4)
         assert doubt(found).startswith("estimated")
+
+
+def test_ranks_that_share_cores_lose_more_where_they_meet(monkeypatch: pytest.MonkeyPatch) -> None:
+    _of(monkeypatch, "avx512f")
+    free, crowd = (meeting(estimate(ranks).measured, ranks, 1e-2) for ranks in (4, 8))
+    assert 0 < free < crowd
 
 
 @pytest.mark.parametrize(

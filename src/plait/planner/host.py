@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy
 
-from plait.core.topology import Device, Tier, Topology
+from plait.core.topology import Device, Measured, MeetingPoint, Tier, Topology
 
 _NARROW = {
     "bf16": (("amx_bf16", 8.0), ("avx512_bf16", 2.0), ("bf16", 2.0)),
@@ -25,6 +25,8 @@ _CAST, _PLAIN = 0.5, 8.0
 _OFF = 4.0
 """How many times faster or slower than its flags and clock say a probe may find a core."""
 _CLOCK = 2.5e9
+_CROWDING, _CROWDED, _FREE = 1.05, 1e-3, 3e-4
+"""What `plait calibrate` finds where ranks share cores: the crowding, and seconds a meeting there and without it."""
 
 
 def estimate(devices: int) -> Topology:
@@ -38,6 +40,11 @@ def estimate(devices: int) -> Topology:
     moved = _copies()
     # A rank has a part of the cores, but no more than one of them moves its bytes.
     part, turn = cores() / devices, min(1.0, cores() / devices)
+    crowd = devices > cores()
+    if crowd:
+        part, turn = part / _CROWDING, turn / _CROWDING
+    lost = MeetingPoint(ranks=2, apart=1e-2, seconds=_CROWDED if crowd else _FREE)
+    measured = Measured(meetings=(lost,), crowding=_CROWDING if crowd else None)
     narrow = {name: next((r for flag, r in flags if flag in said), _CAST) for name, flags in _NARROW.items()}
     share = Device(
         name="cpu",
@@ -50,7 +57,9 @@ def estimate(devices: int) -> Topology:
     # Through memory: one rank writes, the other reads, and both at the same time in the other direction.
     tier = Tier(name="host", size=max(2, devices), bandwidth=moved * turn / 4, latency=2e-5, source="estimated")
     note = "estimated; plait calibrate measures"
-    return Topology(name="local", device=share, devices=devices, tiers=(tier,), cores=cores(), source=note)
+    return Topology(
+        name="local", device=share, devices=devices, tiers=(tier,), measured=measured, cores=cores(), source=note
+    )
 
 
 def cores() -> int:
