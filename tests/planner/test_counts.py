@@ -158,6 +158,8 @@ experts        | ep=4 zero=1 precision=bf16                                 | 8 
 experts        | ep=2 tp=2 zero=2 recompute=full                            | 4  | 2 | 3
 experts        | ep=2 cp=2 zero=3 pp=2 context=gather                       | 8  | 2 | 3
 experts        | ep=2 zero=1 zero_group=2                            | 4  | 4 | 3
+experts        | pp=2 dp=2 tp=2 ep=4 zero=1 order=dp-pp-cp-tp               | 8  | 8 | 3
+tied           | pp=2 dp=2 cp=2 zero=3 order=dp-pp-cp-tp                    | 8  | 8 | 6
 dropping       | ep=2 cp=2 tp=2 recompute=full                              | 4  | 1 | 3
 deepseek       | tp=2 ep=2                                                  | 2  | 1 | 0
 deepseek       | ep=4 zero=2 pp=2 schedule=zb-h1                  | 8  | 4 | 5

@@ -35,6 +35,7 @@ PLANS = {
     "zero-2": (4, ["plan.pp=2", "plan.dp=2", "plan.zero=2"]),
     "zero-3-bf16": (4, ["plan.tp=2", "plan.dp=2", "plan.zero=3", "plan.precision=bf16"]),
     "zero-3-tied": (4, ["model.tied=true", "plan.tp=2", "plan.dp=2", "plan.zero=3", 'train.freeze=["layers.1.*"]']),
+    "stages-inside": (4, ["plan.pp=2", "plan.dp=2", "plan.zero=2", "plan.order=dp-pp-cp-tp"]),
     "hsdp": (4, ["plan.dp=4", "plan.zero=3", "plan.zero_group=2"]),
     "hsdp-bf16": (4, ["plan.dp=4", "plan.zero=2", "plan.zero_group=2", "plan.precision=bf16"]),
     "cp": (4, ["plan.cp=2", "plan.dp=2", "plan.zero=1", "plan.precision=fp16"]),

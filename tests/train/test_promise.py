@@ -19,7 +19,7 @@ from tests.train.test_trainer import config, tokens  # noqa: F401 - a fixture
 
 PLANS = (
     ("plan.tp=2 plan.pp=2", 4),
-    ("plan.pp=2 plan.dp=2 plan.zero=1", 4),
+    ("plan.pp=2 plan.dp=2 plan.zero=1 plan.order=dp-pp-cp-tp", 4),
     ("plan.pp=2 plan.virtual=2 plan.schedule=interleaved plan.tp=2 plan.recompute=full", 4),
     ("plan.dp=2 plan.tp=2 plan.zero=3 plan.sequence_parallel=false", 4),
     ("plan.cp=2 plan.dp=2 plan.zero=2", 4),
