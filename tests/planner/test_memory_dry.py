@@ -60,6 +60,7 @@ llama    | tp=2 cp=2 context=gather precision=fp8                         | 0
 llama    | pp=2 virtual=2 schedule=zb-v stages=0,1,1,0                    | 1
 llama    | pp=2 virtual=2 schedule=interleaved stages=0,1,1,0 zero=2 dp=2 | 1
 tied     | pp=2 dp=2 zero=2                                               | 1
+tied     | pp=2 virtual=2 schedule=zb-v stages=0,1,1,0 zero=2 dp=2        | 0
 tied     | dp=2 zero=3 gather=step node=2 recompute=full                  | 0
 tied     | pp=2 cp=2 context=ulysses schedule=zb-h2 zero=3                | 0
 gpt2     | tp=2 dp=2 zero=2 sequence_parallel=false recompute="full:0 selective:1" | 0

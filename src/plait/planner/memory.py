@@ -15,7 +15,7 @@ from typing import final
 import numpy as np
 
 from plait.core.plan import Plan
-from plait.parallel.layout import stage_bounds, stage_layers
+from plait.parallel.layout import placement, stage_bounds, stage_layers
 from plait.planner.job import Job
 from plait.planner.live import Live, filled, live_of
 from plait.planner.parameters import elements, parts_of, stage_parts, state_bytes
@@ -110,6 +110,7 @@ class Ranks:
         # Equal stages are the same in the middle: of their place in the model they know nothing.
         self._alike = same_layers(model) and ":" not in plan.recompute
         self._sharing = sharing_of(job)
+        self._homes = placement(plan)
         self._stages: dict[tuple[int, int, int, int], StageMemory] = {}
         self._comings: dict[tuple[StageMemory, bool], _Coming] = {}
         self._states: dict[tuple[tuple[str, int], ...], _State] = {}
@@ -155,7 +156,8 @@ class Ranks:
         key = (first, stop, index, count)
         if key not in self._stages:
             job = self._job
-            self._stages[key] = stage_memory(job.model, self._alone, job.practice, self._at, *key)
+            prompt = job.model.tied and self._homes[0] == self._homes[-1] and len(self._bounds) > 1
+            self._stages[key] = stage_memory(job.model, self._alone, job.practice, self._at, *key, prompt)
         return self._stages[key]
 
     def _state(self, held: Sequence[Mapping[str, int]]) -> _State:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from types import MappingProxyType
 from typing import Final
@@ -90,9 +90,18 @@ _NOTHING: Final = Run(steps=(Step(kind="residual"),), count=1, keeps=0.0, waits=
 
 @lru_cache(maxsize=8192)
 def stage_memory(
-    model: ModelConfig, plan: Plan, practice: Practice, at: Local, first: int, stop: int, index: int, count: int
+    model: ModelConfig,
+    plan: Plan,
+    practice: Practice,
+    at: Local,
+    first: int,
+    stop: int,
+    index: int,
+    count: int,
+    prompt: bool,
 ) -> StageMemory:
-    """Of stage ``index`` of ``count``, which has layers ``first..stop``."""
+    """Of stage ``index`` of ``count``, which has layers ``first..stop``; ``prompt``: the head's weight gradient waits
+    for no W (that of a tied weight whose other end is on the same rank)."""
     last, plait = index == count - 1, is_plait(practice)
     alike = _alike(model, plan, first, stop)
     runs = [run_of(layer_steps(model, plan, practice, at, layer, mode), n, at) for layer, mode, n in alike]
@@ -106,7 +115,7 @@ def stage_memory(
     if index == 0:
         runs.insert(0, run_of(embedding_steps(model, plan, practice, at), 1, at))
         parts.insert(0, "embed")
-    head = _head(model, plan, practice, at) if last else None
+    head = _head(model, plan, practice, at, prompt=prompt) if last else None
     extra = _tables(model, at) if plait and stop > first else 0.0
     kinds: dict[str, float] = {}
     for run in [*runs, *([head] if head is not None else [])]:
@@ -215,8 +224,9 @@ def run_of(steps: tuple[Step, ...], count: int, at: Local) -> Run:
     return Run(steps=steps, count=count, keeps=keeps, waits=waiting, backs=tuple(backs), splits=tuple(splits))
 
 
-def _head(model: ModelConfig, plan: Plan, practice: Practice, at: Local) -> Run:
-    return run_of(head_steps(model, plan, practice, at), 1, at)
+def _head(model: ModelConfig, plan: Plan, practice: Practice, at: Local, *, prompt: bool) -> Run:
+    steps = head_steps(model, plan, practice, at)
+    return run_of(tuple(replace(step, waits=0.0, late=0.0) for step in steps) if prompt else steps, 1, at)
 
 
 def _forward(runs: list[Run], extra: float, at: Local, *, last: bool) -> Floats:

@@ -265,8 +265,10 @@ def _events(
                 end = bool(both) and one.name in ("head.weight", "tokens.weight")
                 key = (-1, "tokens.weight") if end and both == "stage" else (place, one.name)
                 if end and both == "rank":
-                    buckets[of[key]].open = True
-                events.append(_Event(step=step, place=place, once=not end, bucket=of[key], late=one.product))
+                    buckets[of[key]].open, buckets[of[key]].first = True, -1
+                # One slot serves both stages, and it waits for the first stage's W alone: that has no product.
+                late = one.product and not (end and both == "rank")
+                events.append(_Event(step=step, place=place, once=not end, bucket=of[key], late=late))
                 buckets[of[key]].contributions += 1
             step += 1
     return buckets, events, step
