@@ -3,10 +3,10 @@
     python benchmarks/replicas.py [--megabytes 200] [--repeats 9]
 
 Two ranks, ``--megabytes`` of fp32 state on each, a folder of memory files (``/dev/shm``) for both or one for each,
-which makes them two hosts that send over gloo on the loopback; savers alternate in the same processes. ``cut``: each rank has
-what the other has not (ZeRO, stages), so all of it is sent; ``copies``: both have the same (data parallel), so nothing
-is. Per state and number of hosts, medians and quartiles: seconds that a step waits for (the copy into host memory),
-seconds until the replica is committed, bytes that a rank writes and sends. The last line is JSON.
+which makes them two hosts that send over gloo on the loopback; savers alternate in the same processes. ``cut``: each
+rank has what the other has not (ZeRO, stages), so all of it is sent; ``copies``: both have the same (data parallel), so
+nothing is. Per state and number of hosts, medians and quartiles: seconds that a step waits for (the copy into host
+memory), seconds until the replica is committed, bytes that a rank writes and sends. The last line is JSON.
 """
 
 from __future__ import annotations
