@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Final, final
 
@@ -76,7 +76,10 @@ def sizes_of(
 ) -> Sizes:
     """Of layers ``firsts``, one of each kind, and of both ends."""
     runs = [run_of(layer_steps(model, plan, practice, at, layer, mode), 1, at) for layer in firsts]
-    head = run_of(head_steps(model, plan, practice, at), 1, at)
+    last = head_steps(model, plan, practice, at)
+    if model.tied:  # where both ends are on one rank nothing of the head waits
+        last = tuple(replace(step, waits=0.0) for step in last)
+    head = run_of(last, 1, at)
     embed = run_of(embedding_steps(model, plan, practice, at), 1, at)
     output = at.stream if keeps_output(practice) else 0.0
     # Layers that predict further tokens lie between the others and the head.

@@ -127,6 +127,9 @@ def stage_memory(
     if not last and keeps_output(practice):
         kinds["residual"] = kinds.get("residual", 0.0) + at.stream
     everything = [*runs, *([head] if head is not None else [])] or [_NOTHING]
+    # Operands that wait know whence they come, unless they were computed again: the input, which has its gradient.
+    known = plait and index > 0 and any(step.kind != "residual" for run in everything for step in run.steps)
+    source = 2 * at.stream if known else 0.0
     parts += ["tail"] * last or ["none"] * (not runs)
     curves = Curves(
         fore=_forward(everything, extra, at, last=last),
@@ -137,7 +140,7 @@ def stage_memory(
     keeps = sum(kinds.values())
     return StageMemory(
         keeps=keeps,
-        waits=sum(run.waits * run.count for run in everything),
+        waits=sum(run.waits * run.count for run in everything) + source,
         forward=max(float(curves.fore.max()), keeps),
         backward=max(float(curves.back.max()), 0.0),
         split=max(float(curves.split.max()), 0.0),
