@@ -297,3 +297,13 @@ def test_what_saves_memory_does() -> None:
     assert peak("dp=8 micro=4") > peak("dp=8 micro=2")
     assert peak("cp=2 dp=4") < peak("dp=8")
     assert peak("dp=8") < peak("dp=8", memory_kind="reserved") and peak("dp=8") < peak("dp=8", memory_kind="device")
+
+
+def test_layers_that_predict_further_tokens_have_parameters() -> None:
+    """Each the layer itself and a product of two streams to one; on the last stage, with an embedding of its own."""
+    practice = {"framework": "megatron", "weight_bytes": 2.0, "grad_bytes": 4.0, "optimizer_bytes": 12.0}
+    plain, more = (memory(job("pp=2 tp=4", mtp_layers=count, **practice)).ranks for count in (0, 1))
+    parts, hidden = parts_of(LLAMA, Plan.parse("tp=4 pp=2 dp=1")), LLAMA.hidden_size
+    assert more[0].weights == plain[0].weights
+    added = parts["dense"].dense + parts["embed"].dense + 2 * hidden * hidden // 4
+    assert more[1].weights - plain[1].weights == 2 * added

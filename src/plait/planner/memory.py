@@ -174,6 +174,11 @@ class Ranks:
         key = tuple(both.items())
         if key not in self._states:
             every = elements(self._parts, both)
+            if "tail" in both and job.practice.mtp_layers:
+                # Two streams are joined to one by a product of each further layer; the embedding is looked up again.
+                more = job.practice.mtp_layers * 2 * job.model.hidden_size**2 // job.plan.tp
+                again = 0 if "embed" in both or job.model.tied else self._parts["embed"].dense
+                every = replace(every, dense=every.dense + more + again)
             weights, gradients, optimizer = state_bytes(job, every)
             kept, ending = sums(job, every)
             base = weights + gradients + optimizer + kept + standing(job, self._parts, both)
