@@ -14,13 +14,22 @@ from plait.planner.space import MODES, Cell, Request, meshes, pipeline_sizes, pi
 
 _LATER: Final = (fitting.rows, fitting.batch, fitting.depth, fitting.stages)
 """Rules on what a cell leaves open, and on its microbatch."""
-WIDE: Final = 32768
+WIDE: Final = 16384
 """Cells up to which all are looked at."""
-_LIKELY: Final[tuple[tuple[str, str, Callable[[Cell], bool]], ...]] = (
-    ("sequence_parallel", "tp without sequence parallelism", lambda cell: cell.sp or cell.tp == 1),
-    ("expert_tp", "experts on some of tp", lambda cell: cell.etp in (1, cell.tp)),
+_LIKELY: Final[tuple[tuple[frozenset[str], str, Callable[[Request, Cell], bool]], ...]] = (
+    (
+        frozenset({"sequence_parallel"}),
+        "tp without sequence parallelism",
+        lambda request, cell: cell.sp or cell.tp == 1,
+    ),
+    (frozenset({"expert_tp"}), "experts on some of tp", lambda request, cell: cell.etp in (1, cell.tp)),
+    (
+        frozenset({"tp", "cp"}),
+        "tp x cp beyond the fastest domain for every 4,096 tokens of a sample",
+        lambda request, cell: cell.tp * cell.cp <= request.topology.tiers[0].size * -(-request.seq // 4096),
+    ),
 )
-"""Key, what is left out in words, and what stays."""
+"""Keys that keep it, what is left out in words, and what stays."""
 
 
 def cells(request: Request) -> Iterator[Cell]:
@@ -55,9 +64,10 @@ def likely(request: Request, among: Sequence[Cell]) -> tuple[list[Cell], tuple[s
     """Of more than `WIDE` cells, those that are worth their time, and in words what was left out: a rule of thumb, not
     a bound. What ``fix`` gives stays."""
     found, words = list(among), []
-    for key, what, stays in _LIKELY:
-        if len(found) > WIDE and key not in request.fix:
-            found = [cell for cell in found if stays(cell)]
+    for keys, what, stays in _LIKELY:
+        rest = [cell for cell in found if stays(request, cell)]
+        if len(found) > WIDE and rest and not keys & request.fix.keys():
+            found = rest
             words.append(what)
     return found, tuple(words)
 

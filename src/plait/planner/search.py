@@ -28,7 +28,19 @@ from plait.planner.leaves import Leaf, Leaves
 from plait.planner.losers import Losers, order
 from plait.planner.memory import Ranks, memory
 from plait.planner.prediction import Prediction
-from plait.planner.space import Cell, Form, Request, laid_out, legal, meshes, pipelines, plan_of, require_some, zeros
+from plait.planner.space import (
+    Cell,
+    Form,
+    Request,
+    laid_out,
+    legal,
+    meshes,
+    orders,
+    pipelines,
+    plan_of,
+    require_some,
+    zeros,
+)
 from plait.planner.stage_cut import recompute_to_fit
 from plait.planner.stage_fit import free, recut_to_fit
 from plait.planner.why import Candidate, Loser, nearest_words
@@ -225,13 +237,15 @@ class Run:
         if (plan, leaf.fit) in self._tried or not legal(self.request, plan):
             return
         self._tried.add((plan, leaf.fit))
-        each = [(one, predict(self.request.job(one))) for one in laid_out(self.request, plan)]
+        # Layers are recomputed under the usual sharing alone, so that fewer of them are.
+        ways = (orders if leaf.fit else laid_out)(self.request, plan)
+        each = [(one, predict(self.request.job(one))) for one in ways]
         each.sort(key=lambda pair: pair[1].step_time)  # the first of equals: the usual one
         if each[0][1].step_time > self.limit:
             self._bounds.learn(leaf, each[0][0])
             return
         if leaf.fit:
-            self._fit(leaf, next(one for one, _ in each if one.zero_group == plan.zero_group))
+            self._fit(leaf, each[0][0])
             return
         # State that fewer ranks share may not fit.
         for one, prediction in each:

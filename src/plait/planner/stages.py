@@ -178,9 +178,12 @@ def layer_times(
 ) -> tuple[Spent, Spent, Spent]:
     """F, B, W of a layer; what ``mode`` recomputes is in B."""
     work = layers.layer(cut, experts, window)
-    forward = _spent(machine, cut, work.forward, "F")
-    backward = _spent(machine, cut, work.backward, "B")
-    weight = _spent(machine, cut, work.weight, "W")
+    if mode != "none":
+        forward, backward, weight = layer_times(machine, cut, experts, window, "none")
+    else:
+        forward = _spent(machine, cut, work.forward, "F")
+        backward = _spent(machine, cut, work.backward, "B")
+        weight = _spent(machine, cut, work.weight, "W")
     if mode == "full":
         backward = _added([(backward, 1), (forward, 1)])
     elif mode == "selective" and cut.practice.framework == "torchtitan":
