@@ -204,7 +204,7 @@ def head_steps(model: ModelConfig, plan: Plan, practice: Practice, at: Local) ->
         waits=at.wide_stream + logits * e,
         forward=gathered,
         backward=gathered + at.wide_stream + temporary,
-        late=temporary,
+        late=temporary if is_plait(practice) else 0.0,
         modules=("head",),
     )
     whole = at.sp and habits_of(practice).gathered_inputs and not is_plait(practice)

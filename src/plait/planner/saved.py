@@ -38,7 +38,7 @@ class Step:
     inputs: float = 0.0
     """Kept where this step alone is computed again: inputs that it does not keep otherwise."""
     late: float = 0.0
-    """Worked with by the weight gradient."""
+    """Worked with by the weight gradient; where that is made in backward, ``backward`` has it."""
     modules: tuple[str, ...] = ()
     """Those whose gradients come in its backward, in that order."""
 

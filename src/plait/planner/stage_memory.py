@@ -221,7 +221,7 @@ def run_of(steps: tuple[Step, ...], count: int, at: Local) -> Run:
     gone, waiting, backs, splits = 0.0, 0.0, [], []
     for step in reversed(steps):
         backs.append(step.backward - gone)
-        splits.append(step.backward - gone + waiting)
+        splits.append(step.backward - step.late - gone + waiting)
         gone += step.keeps
         waiting += step.waits
     return Run(steps=steps, count=count, keeps=keeps, waits=waiting, backs=tuple(backs), splits=tuple(splits))

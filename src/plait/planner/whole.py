@@ -120,7 +120,7 @@ def whole(model: ModelConfig, cut: Cut, units: tuple[Unit, ...], sharing: Sharin
     rows = [(place, unit, _of(parts, unit.part, tied=tied)) for place, unit in _places(short)]
     buckets, events, steps = _events(rows, sharing, both=both, tied=model.tied)
     weights = [_weights(tensors, sharing) for _, _, tensors in rows]
-    if both == "stage" and sharing.step:
+    if both and sharing.step and tied:
         weights[-1] -= _weights(parts["tied"], sharing)  # there once
     every = sum(one * n for one, n in zip(weights, copies, strict=True))
     fore, back = _gathered(rows, weights, every if sharing.step else None)
