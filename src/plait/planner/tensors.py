@@ -1,5 +1,7 @@
-"""The trained parameters of one layer of each kind and of both ends of the model, as a rank holds them: what decides
-their buckets (`plait.parallel.grouping`) and the bytes of these. No torch."""
+"""The trained parameters of one layer of each kind and of both ends of the model, as a rank holds them. No torch.
+
+What decides their buckets (`plait.parallel.grouping`), and the bytes of these.
+"""
 
 from __future__ import annotations
 
