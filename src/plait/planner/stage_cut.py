@@ -36,12 +36,20 @@ def recompute_to_fit(
     jobs = {mode: Ranks(request.job(dataclasses.replace(plan, recompute=mode))) for mode in MODES}
     choices: dict[int, tuple[int, int]] = {}
     extra: dict[int, float] = {}
+    share: float | None = None
     for rank in _telling(plan.pp):
-        choice = _of_rank(request, jobs, rank, len(held[rank]), seconds)
-        if choice is None:
+        over = jobs["none"].of(rank).peak - request.memory
+        choices[rank] = (0, 0)
+        if over <= 0:
+            continue
+        full = over + request.memory - jobs["full"].of(rank).peak
+        if full < over:
             return None
-        choices[rank] = choice
-        extra[rank] = choice[0] * seconds["full"] + choice[1] * seconds["selective"]
+        if share is None:  # what both modes save grows with the microbatches that a rank holds
+            share = max(0.0, over + request.memory - jobs["selective"].of(rank).peak) / full
+        each = full / max(1, len(held[rank]))
+        choices[rank] = cheapest(len(held[rank]), over, {"full": each, "selective": share * each}, seconds)
+        extra[rank] = choices[rank][0] * seconds["full"] + choices[rank][1] * seconds["selective"]
         if not hopes(extra):
             return None
     chosen = [choices[rank] for rank in range(plan.pp)]
@@ -52,10 +60,10 @@ def recompute_to_fit(
         memory = Ranks(request.job(one))
         # A rank whose layers were left alone has been seen to fit.
         changed = [rank for rank, counts in enumerate(chosen) if counts != (0, 0)]
-        over = [rank for rank in changed if memory.of(rank).peak > request.memory]
-        if not over:
+        fuller = [rank for rank in changed if memory.of(rank).peak > request.memory]
+        if not fuller:
             return one
-        for rank in over:
+        for rank in fuller:
             full, selective = chosen[rank]
             chosen[rank] = (min(full + 1, len(held[rank])), max(0, min(selective, len(held[rank]) - full - 1)))
     return None
@@ -69,19 +77,6 @@ def mixed(request: Request, plan: Plan, chosen: Sequence[tuple[int, int]]) -> Pl
 def _telling(ranks: int) -> list[int]:
     """All ranks, those first that are fullest most often: the ends, and every eighth."""
     return list(dict.fromkeys([0, ranks - 1, min(1, ranks - 1), *range(ranks // 2, ranks, 8), *range(ranks)]))
-
-
-def _of_rank(
-    request: Request, jobs: Mapping[str, Ranks], rank: int, layers: int, seconds: Mapping[str, float]
-) -> tuple[int, int] | None:
-    """(full, selective) layers of one rank; None where it does not fit with all of them in full."""
-    over = jobs["none"].of(rank).peak - request.memory
-    if over <= 0:
-        return 0, 0
-    saved = {mode: over + request.memory - jobs[mode].of(rank).peak for mode in MODES[1:]}
-    if saved["full"] < over:
-        return None
-    return cheapest(layers, over, {mode: size / max(1, layers) for mode, size in saved.items()}, seconds)
 
 
 def _layers_of_ranks(request: Request, plan: Plan) -> list[list[int]]:
