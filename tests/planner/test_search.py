@@ -140,6 +140,61 @@ def test_nothing_legal_is_faster(model: ModelConfig, gpus: int, share: float, do
     assert all(one.memory.fullest.peak <= asked.memory for one in found.ranked)
 
 
+@pytest.mark.parametrize("seed", range(5))
+def test_nothing_legal_is_faster_in_random_requests(seed: int) -> None:
+    """Small models of all kinds on nodes of all sizes, with room for some of their plans."""
+    draw = random.Random(seed)
+    experts = MoEConfig(num_experts=draw.choice((2, 4)), top_k=1, ffn_size=512, dense_layers=draw.choice(((), (0,))))
+    model = dataclasses.replace(
+        DENSE,
+        family=("llama", "mixtral")[seed % 2],
+        moe=(None, experts)[seed % 2],
+        vocab_size=draw.choice((1000, 8000)),
+        hidden_size=draw.choice((512, 1024)),
+        num_layers=draw.choice((2, 3)),
+        num_heads=8,
+        num_kv_heads=draw.choice((2, 4)),
+        ffn_size=2048,
+        tied=draw.random() < 0.3,
+    )
+    gpus = (4, 2)[seed % 2]
+    domain = draw.choice((2, gpus))
+    asked = request(
+        model,
+        gpus,
+        topology=nodes_of(domain, gpus, draw.choice((0.05, 0.3, 1.0))),
+        seq=draw.choice((1024, 4096, 8192)),
+        global_batch=draw.choice((2, 3)),
+    )
+    plans = [
+        plan
+        for plan in everything(asked)
+        if domain < gpus or (plan.order == ORDERS[0] and plan.zero_group is None)  # nothing to lie on
+    ]
+    peaks = [memory(asked.job(plan)).fullest.peak for plan in plans]
+    limit = min(peaks) + (max(peaks) - min(peaks)) * draw.uniform(0.02, 0.7)
+    asked = dataclasses.replace(asked, max_memory=limit / asked.topology.device.memory)
+    forms: dict[Plan, tuple[float, Plan]] = {}
+    for plan, peak in zip(plans, peaks, strict=True):
+        if peak <= asked.memory:
+            one = (predict(asked.job(plan)).step_time, plan)
+            form = dataclasses.replace(plan, order=ORDERS[0], zero_group=None)
+            forms[form] = min(forms.get(form, one), one, key=lambda pair: pair[0])
+    fitting = sorted(forms.values(), key=lambda pair: (pair[0], *simplicity(pair[1])))
+    found = search(
+        model,
+        asked.topology,
+        world_size=gpus,
+        seq=asked.seq,
+        global_batch=asked.global_batch,
+        max_memory=asked.max_memory,
+        losers=False,
+    )
+    plain = [one.plan for one in found.ranked if one.plan.stages is None and ":" not in one.plan.recompute]
+    assert plain or any(":" in one.plan.recompute for one in found.ranked)
+    assert plain == [plan for _, plan in fitting[: len(plain)]]
+
+
 @pytest.mark.parametrize(
     ("model", "name", "gpus", "batch", "keys"),
     [
