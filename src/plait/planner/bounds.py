@@ -12,7 +12,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final, final
+from typing import final
 
 import numpy as np
 
@@ -27,13 +27,11 @@ from plait.planner.local import own_cores
 from plait.planner.pipes import Floats, Pipe, Pipes
 from plait.planner.room import Peak, Room
 from plait.planner.space import MODES, Cell, Request, meshes, pipeline_sizes, pipelines, stage_cuts
+from plait.planner.stage_cut import least_to_save
 from plait.planner.stage_fit import Costs, free
 from plait.planner.stages import machine_of
 from plait.planner.tails import ROUNDING, Tails
 from plait.planner.wires import Group, collective
-
-_WHOLE: Final = 6
-"""Layers that are recomputed one by one in a bound; more are taken as if they could be cut."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -280,26 +278,3 @@ class Bounds:
         each = {mode: self._each.of(cell, mode).phases.sum(axis=0)[self._numbers] for mode in MODES}
         means = {mode: float(one.mean()) for mode, one in each.items()}
         return {mode: means[mode] - means["none"] for mode in MODES[1:]}
-
-
-def least_to_save(over: Floats, saved: Floats, spent: Floats) -> Floats:
-    """Seconds of the cheapest layers to recompute that save ``over`` bytes, at least; 0 where there is nothing to save.
-
-    ``saved`` bytes and ``spent`` seconds of a layer: [kinds, modes]. Each mode at its best: the most that any kind
-    saves, for the least that any takes. Layers are whole: a few of the mode that saves most are tried one by one.
-    """
-    most, least = saved.max(axis=0), np.maximum(spent, 0.0).min(axis=0)
-    useful = [(float(size), float(cost)) for size, cost in zip(most, least, strict=True) if size > 0]
-    if not useful:
-        return np.where(over > 0, np.inf, 0.0)
-    rate = min(cost / size for size, cost in useful)
-    big, dear = max(useful)
-    found = np.maximum(over * rate, _WHOLE * dear)  # with so many layers of the mode that saves most, or more
-    for count in range(_WHOLE):
-        left = np.maximum(over - count * big, 0.0)
-        rest = np.full(over.shape, np.inf)
-        for size, cost in useful:
-            if size < big:
-                rest = np.minimum(rest, np.ceil(left / size * ROUNDING) * cost)
-        found = np.minimum(found, np.where(left > 0, rest, 0.0) + count * dear)
-    return np.where(over > 0, found, 0.0)

@@ -8,13 +8,19 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
+import numpy as np
+
 from plait.core.plan import Plan
 from plait.parallel.layout import placement, stage_bounds, stage_layers
 from plait.planner.memory import Ranks
+from plait.planner.pipes import Floats
 from plait.planner.space import MODES, Request
+from plait.planner.tails import ROUNDING
 
 _REPAIRS: Final = 4
 """Times that a choice which does not fit by the memory model is enlarged: a rank's peak is not quite linear in it."""
+_WHOLE: Final = 6
+"""Layers that are recomputed one by one in a bound; more are taken as if they could be cut."""
 
 
 def recompute_to_fit(
@@ -102,6 +108,29 @@ def cheapest(layers: int, over: float, saved: Mapping[str, float], seconds: Mapp
         if spent < least:
             best, least = (full, selective), spent
     return best
+
+
+def least_to_save(over: Floats, saved: Floats, spent: Floats) -> Floats:
+    """Seconds of the cheapest layers to recompute that save ``over`` bytes, at least; 0 where there is nothing to save.
+
+    ``saved`` bytes and ``spent`` seconds of a layer: [kinds, modes]. Each mode at its best: the most that any kind
+    saves, for the least that any takes. Layers are whole: a few of the mode that saves most are tried one by one.
+    """
+    most, least = saved.max(axis=0), np.maximum(spent, 0.0).min(axis=0)
+    useful = [(float(size), float(cost)) for size, cost in zip(most, least, strict=True) if size > 0]
+    if not useful:
+        return np.where(over > 0, np.inf, 0.0)
+    rate = min(cost / size for size, cost in useful)
+    big, dear = max(useful)
+    found = np.maximum(over * rate, _WHOLE * dear)  # with so many layers of the mode that saves most, or more
+    for count in range(_WHOLE):
+        left = np.maximum(over - count * big, 0.0)
+        rest = np.full(over.shape, np.inf)
+        for size, cost in useful:
+            if size < big:
+                rest = np.minimum(rest, np.ceil(left / size * ROUNDING) * cost)
+        found = np.minimum(found, np.where(left > 0, rest, 0.0) + count * dear)
+    return np.where(over > 0, found, 0.0)
 
 
 def _modes(held: Sequence[Sequence[int]], chosen: Sequence[tuple[int, int]]) -> list[str]:
