@@ -33,6 +33,17 @@ def test_two_scrambled_nodes_are_found_again(mesh: Mesh, seed: int) -> None:
     assert all(len({node_of[device] for device in found[half : half + 8]}) == 1 for half in (0, 8))
 
 
+def test_stages_of_a_copy_share_a_node_where_the_plan_says_so() -> None:
+    rng = random.Random(0)
+    node_of = [0] * 8 + [1] * 8
+    rng.shuffle(node_of)
+    mesh = Mesh(tp=2, dp=2, pp=4, order="dp-pp-cp-tp")
+    found = order(_matrix(node_of, rng), mesh)
+    for copy in range(2):
+        ranks = mesh.group(mesh.rank({"dp": copy}), ("pp", "tp"))
+        assert len({node_of[found[rank]] for rank in ranks}) == 1
+
+
 def test_devices_that_are_in_order_stay_so() -> None:
     links = _matrix([0] * 4 + [1] * 4, random.Random(0))
     assert order(links, Mesh(tp=2, dp=4)) == tuple(range(8))

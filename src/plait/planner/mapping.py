@@ -1,7 +1,7 @@
 """Which device takes which rank: tensor-parallel groups on the fastest links, then the groups of the axes outside it.
 
-A mesh numbers its ranks with tp innermost, then cp, dp and pp, so the cut is read from the inside out: devices are
-brought together to groups of tp, these to groups of cp, and so on. Each level is greedy (a group grows by what lies
+A mesh numbers its ranks with tp innermost, then cp, dp and pp or pp and dp, so the cut is read from the inside out:
+devices are brought together to groups of tp, these to groups of cp, and so on. Each level is greedy (a group grows by what lies
 nearest to all of it), then improved by swaps while any helps. The slowest link of a group is what counts: a ring runs
 at its pace.
 """
@@ -32,7 +32,7 @@ def order(links: Sequence[Sequence[float]], mesh: Mesh) -> tuple[int, ...]:
     speed = _checked(links, mesh.world_size)
     # Blocks of devices that stay together, in the order of their ranks; each level joins neighbours.
     blocks: list[tuple[int, ...]] = [(device,) for device in range(mesh.world_size)]
-    for axis in ("tp", "cp", "dp", "pp"):
+    for axis in reversed(mesh.order.split("-")):
         count = mesh.sizes[axis]
         if count == 1:
             continue
