@@ -138,6 +138,7 @@ class Ranks:
             beside = ending(job, self._sharing, held, stage.units, both=both)
             whole = passing(job, self._sharing, held, stage.units, both=both)
             # How much of a full rank has gone before a stage's second backward; None: there is none.
+            # (Of several stages one's follows another's.)
             gone = None if job.microbatches == 1 else 0.0 if steady or len(live.stages) > 1 else stage.keeps
             self._comings[stage, steady] = _Coming(
                 work=_work(stage, whole, split=live.split, steady=steady, gone=gone),
@@ -234,6 +235,10 @@ def _fullest(
         kept = np.where(table.backward, keeps[table.place], 0.0)  # the host has what the others keep
     whole = sum(one.kept for one in coming)
     work = {kind: np.array([one.work[kind] + whole - one.kept for one in coming]) for kind in table.of}
+    if job.plan.schedule == "interleaved" and job.microbatches <= job.plan.pp and "B" in work:
+        # One round: the backwards of a later stage are over, and its weights gone, when an earlier one's begin.
+        behind = np.cumsum([0.0, *(one.kept for one in coming[:0:-1])])[::-1]
+        work["B"] -= behind
     held = kept + table.waiting @ waits
     at: dict[str, tuple[float, int]] = {}
     for kind, places in table.of.items():

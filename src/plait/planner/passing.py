@@ -67,7 +67,12 @@ def sharing_of(job: Job) -> Sharing:
         wire=(_beside(job, expert=False), _beside(job, expert=True)),
         # Magnitudes in fp32, and the values and places of the largest.
         spike=4.0 + 12.0 * kind.share if kind.kind == "topk" else 0.0,
-        light=plan.node is not None or plan.compress == "half",
+        light=plan.compress == "half"
+        or (
+            plan.node is not None
+            and math.gcd(plan.node, _block(job, expert=False)) > 1
+            and plan.node < _block(job, expert=False)
+        ),
         split=plan.schedule.startswith("zb") or plan.schedule.endswith("-v"),
         many=job.microbatches > 2,
     )
