@@ -31,7 +31,16 @@ def page(**keys: object) -> str:
 def test_the_ranking_and_the_plan_file_hold_the_same_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "plan.toml"
     text = page(top=3, output=file)
-    for word in ("16 x H100-80GB-SXM", "MFU", "fullest", "bubble", "why others lost", "recompute=full"):
+    for word in (
+        "16 x H100-80GB-SXM",
+        "dp=16 across network",
+        "2bw and compress",
+        "MFU",
+        "fullest",
+        "bubble",
+        "why others lost",
+        "recompute=full",
+    ):
         assert word in text
     plan_command(**REQUEST, top=3, as_json=True)  # type: ignore[arg-type]
     found = json.loads(capsys.readouterr().out)
@@ -39,6 +48,7 @@ def test_the_ranking_and_the_plan_file_hold_the_same_plan(tmp_path: Path, capsys
     times = [plan["step_time"] for plan in found["plans"]]
     assert times == sorted(times)
     best = found["plans"][0]
+    assert found["placement"] == {"dp": "network"}
     assert Plan.parse(best["plan"]) == read_plan(file)
     assert best["low"] < best["step_time"] < best["high"]
     assert best["peak_memory"] <= found["memory_limit"]
@@ -47,6 +57,14 @@ def test_the_ranking_and_the_plan_file_hold_the_same_plan(tmp_path: Path, capsys
     written = file.read_text(encoding="utf-8")
     assert "# predicted:" in written and "--global-batch 32" in written
     assert tomllib.loads(written)["plan"]["precision"] == "bf16"
+
+
+def test_where_axes_lie(capsys: pytest.CaptureFixture[str]) -> None:
+    keys = {"fix": ["tp=2", "pp=4", "dp=2", "order=dp-pp-cp-tp"], "top": 1}
+    assert "tp=2 pp=4 within the nvlink domains of 8; dp=2 across network" in page(**keys)
+    keys["fix"] = ["tp=2", "pp=4", "dp=2", "order=pp-dp-cp-tp"]
+    plan_command(**REQUEST, **keys, as_json=True)  # type: ignore[arg-type]
+    assert json.loads(capsys.readouterr().out)["placement"] == {"tp": "nvlink", "dp": "nvlink", "pp": "network"}
 
 
 def test_what_does_not_fit_is_an_error_that_says_what_would(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,9 +1,9 @@
 """Which device takes which rank: tensor-parallel groups on the fastest links, then the groups of the axes outside it.
 
 A mesh numbers its ranks with tp innermost, then cp, dp and pp or pp and dp, so the cut is read from the inside out:
-devices are brought together to groups of tp, these to groups of cp, and so on. Each level is greedy (a group grows by what lies
-nearest to all of it), then improved by swaps while any helps. The slowest link of a group is what counts: a ring runs
-at its pace.
+devices are brought together to groups of tp, these to groups of cp, and so on. Each level is greedy (a group grows by
+what lies nearest to all of it), then improved by swaps while any helps. The slowest link of a group is what counts: a
+ring runs at its pace.
 """
 
 from __future__ import annotations

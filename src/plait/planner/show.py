@@ -17,7 +17,7 @@ from plait.planner.memory import MemoryReport, RankMemory
 from plait.planner.prediction import Prediction, RankTime
 from plait.planner.ranking import AXES, ranking, seconds, size
 from plait.planner.search import Search
-from plait.planner.why import GIB, Candidate, parts, placement
+from plait.planner.why import GIB, Candidate, parts, placed, placement
 
 RANKS: Final = 16
 """Longer pipelines show their ends, their fullest rank and some between."""
@@ -34,6 +34,8 @@ def search_page(search: Search) -> RenderableType:
     head.add_row("step", f"{request.global_batch:,} samples of {request.seq:,} tokens")
     head.add_row("memory", f"up to {request.memory / GIB:.1f} GiB of {device.memory / GIB:.1f} on each device")
     head.add_row("plans", f"{search.considered:,} legal, {search.predicted:,} predicted; bounds exclude the others")
+    if not {"schedule", "compress"} <= request.fix.keys():
+        head.add_row("", "2bw and compress change the numbers of a run: with --fix alone")
     if search.narrowed:
         head.add_row("", f"left out before: {', '.join(search.narrowed)}; --fix keeps them")
     if not search.ranked:
@@ -161,6 +163,7 @@ def search_json(search: Search) -> dict[str, Any]:
         "narrowed": list(search.narrowed),
         "predicted": search.predicted,
         "plans": [candidate_json(one) for one in search.ranked],
+        "placement": {} if search.best is None else _tiers(request.job(search.best.plan)),
         "lost": [
             {
                 "kind": loser.kind,
@@ -173,6 +176,11 @@ def search_json(search: Search) -> dict[str, Any]:
         "nearest": None if search.nearest is None else candidate_json(search.nearest),
         "advice": list(search.advice),
     }
+
+
+def _tiers(job: Job) -> dict[str, str]:
+    """The tier that each axis crosses."""
+    return {axis: job.topology.tiers[index].name for axis, _, index in placed(job)}
 
 
 def candidate_json(candidate: Candidate, *, ranks: bool = True) -> dict[str, Any]:

@@ -114,7 +114,7 @@ def _crossing(request: Request, plan: Plan, axis: str) -> str:
 def placed(job: Job) -> list[tuple[str, int, int]]:
     """Of each axis with several ranks, from the inside out: its name, its size, the index of the tier it crosses."""
     mesh, found = job.mesh, []
-    sizes = {**mesh.sizes, "ep": mesh.ep, "etp": mesh.etp}
+    sizes = {**mesh.sizes, "ep": mesh.ep, "etp": mesh.etp if mesh.ep > 1 else 1}
     for axis in ("tp", "etp", "cp", "ep", *(("pp", "dp") if mesh.apart > 1 else ("dp", "pp"))):
         if sizes[axis] > 1:
             found.append((axis, sizes[axis], job.topology.tier_index(mesh.group(0, (axis,)))))
