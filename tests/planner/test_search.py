@@ -221,6 +221,7 @@ def test_a_thousand_billion_parameters_of_experts_are_planned_in_seconds() -> No
         ({"tp": 0}, "tp=0 is below 1"),
         ({"micro": 0}, "micro=0 is below 1"),
         ({"schedule": "zigzag"}, "schedule=zigzag: neither a schedule"),
+        ({"order": "tp-first"}, "order=tp-first is unknown; what works: order=pp-dp-cp-tp or order=dp-pp-cp-tp"),
         ({"stages": (1, 2)}, "stages=1,2 sums to 3"),
         ({"stages": (40, -8), "pp": 2}, "stages=40,-8: only the first and the last stage"),
         ({"recompute": "some"}, "recompute: 'some' is neither"),

@@ -18,6 +18,7 @@ _RULES: Final[tuple[tuple[Callable[[Facts], str | None], frozenset[str]], ...]] 
     (choices.precision, frozenset()),
     (choices.zero, frozenset()),
     (choices.schedule, frozenset()),
+    (choices.order, frozenset()),
     (choices.recompute, frozenset()),
     (choices.bucket, frozenset()),
     (choices.compress, frozenset()),
