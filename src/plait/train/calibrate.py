@@ -33,7 +33,7 @@ from plait.train import calibrate_kernels as kernels
 from plait.train import calibrate_links as links
 from plait.train import calibrate_load as load_of
 from plait.train import calibrate_steps as steps
-from plait.train.calibrate_layer import bandwidth_in_steps
+from plait.train.calibrate_layer import bandwidth_in_steps, seconds_of_steps
 from plait.train.calibrate_table import show, summary
 from plait.train.exchange import gather_json
 from plait.train.folder import private
@@ -144,10 +144,12 @@ def run_rank(worker: Worker, folder: str, quick: bool, shown: bool, computes: bo
         def stage(number: int) -> None:
             progress.update(task, advance=1, description=f"{size} of {counts} ranks: {STAGES[number]}", refresh=True)
 
-        found = []
+        found, took = [], []
         for _ in range(passes):
             # Ranks that take turns on a core compute as one that has it, for their share of the time: see `joined`.
             measured = _compute(bench, quick, stage) if computes else Measured()
+            if computes and world.device.type == "cpu":
+                took.append(seconds_of_steps(bench))
             stage(3)
             idle = links.waiting(world) if world.device.type == "cpu" and size > 1 else None
             found.append(dataclasses.replace(measured, comm=tuple(_communication(world, groups)), waiting=idle))
@@ -156,9 +158,9 @@ def run_rank(worker: Worker, folder: str, quick: bool, shown: bool, computes: bo
     several_links = size > 2 and (world.device.type == "cuda" or len(hosts) > 1) and size <= MOST_RANKS_IN_MATRIX
     matrix = links.matrix(world) if several_links else []
     measured = best(found)
-    if computes and world.device.type == "cpu":
+    if took:
         share = _device(world, measured, len(hosts[0]), "")
-        measured = dataclasses.replace(measured, bandwidth=bandwidth_in_steps(bench, share, measured))
+        measured = dataclasses.replace(measured, bandwidth=bandwidth_in_steps(min(took), share, measured))
     busy = load_of.foreign(world, hosts, began)
     if chief:
         measured = dataclasses.replace(measured, links=tuple(map(tuple, matrix)), busy=busy)

@@ -34,16 +34,21 @@ SLOWEST = 10.0
 """How many times slower than alone in a loop memory-bound operators may turn out: more is another program's doing."""
 
 
-def bandwidth_in_steps(bench: Bench, device: Device, measured: Measured) -> float:
+def seconds_of_steps(bench: Bench) -> float:
+    """Of a forward and backward on each rank alone, all at the same time."""
+    return bench.seconds(step(World.alone(), PLAN))
+
+
+def bandwidth_in_steps(took: float, device: Device, measured: Measured) -> float:
     """Bytes/s of memory-bound operators in a step, as `plait.planner.ops` counts their bytes.
 
-    ``measured``: products, attention, and the bandwidth of these operators alone, which is the most it can be.
+    ``took``: seconds of one step. ``measured``: products, attention, and the bandwidth of these operators alone, which
+    is the most it can be.
     """
     assert measured.bandwidth is not None
     counted, rest = _counted(device, measured)
-    beyond = bench.seconds(step(World.alone(), PLAN)) - rest
     slowest, fastest = counted * SLOWEST / measured.bandwidth, counted / measured.bandwidth
-    return counted / min(max(beyond, fastest), slowest)
+    return counted / min(max(took - rest, fastest), slowest)
 
 
 def _counted(device: Device, measured: Measured) -> tuple[float, float]:
