@@ -14,7 +14,7 @@ from pathlib import Path
 from statistics import median
 from time import perf_counter
 
-from torch.distributed import FileStore
+from torch.distributed import FileStore  # type: ignore[attr-defined]  # public, yet torch does not list it
 
 from plait.comm.world import SHARED_MEMORY_RANKS, World
 from plait.core.mesh import Mesh
