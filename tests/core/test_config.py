@@ -32,7 +32,8 @@ plan.zero plan.zero_group plan.gather plan.compress plan.node plan.precision pla
 plan.sequence_parallel plan.bucket_mb plan.auto run.dir run.processes run.device run.timeout run.threads
 run.resume run.max_restarts run.grace run.nan run.straggler run.max_skips run.fallback_plans run.replicas
 run.rebalance
-checkpoint.dir checkpoint.every checkpoint.keep checkpoint.keep_every checkpoint.asynchronous checkpoint.verify checkpoint.timeout
+checkpoint.dir checkpoint.every checkpoint.keep checkpoint.keep_every checkpoint.asynchronous checkpoint.verify
+checkpoint.timeout
 """
 
 

@@ -15,7 +15,20 @@ from plait.planner.cost import predict
 from tests.planner.jobs import job
 
 PLANNER = Path(plait.planner.__file__).parent
-TIME = ("ops", "layers", "kernels", "wires", "overlap", "stages", "hiding", "weights", "pace", "updates", "offload", "cost")
+TIME = (
+    "ops",
+    "layers",
+    "kernels",
+    "wires",
+    "overlap",
+    "stages",
+    "hiding",
+    "weights",
+    "pace",
+    "updates",
+    "offload",
+    "cost",
+)
 """Modules that predict a time."""
 STRUCTURE = frozenset({0, 0.5, 1, 1.5, 2, 2.5, 3, 4, 5, 6, 8, 10, 12, 14, 16, 38, 128})
 """Halves and doubles, the bytes and passes of named operators, FLOPs of a product, a head of 128."""

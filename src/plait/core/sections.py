@@ -195,7 +195,9 @@ class RunSection:
         (), 'Plans in one line, "pp=2 tp=1 micro=4", tried in order when ranks are gone; none: plait makes one.'
     )
     replicas: int = key(
-        0, "Steps between copies of the state in memory, for restarts, on two hosts where there are several; 0: none.", within=NATURAL
+        0,
+        "Steps between copies of the state in memory, for restarts, on two hosts where there are several; 0: none.",
+        within=NATURAL,
     )
     rebalance: int = key(
         0,

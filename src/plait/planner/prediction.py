@@ -15,8 +15,8 @@ class RankTime:
 
     ``compute`` is the time busy with F, B and W, launch overhead included. ``exposed`` holds, by axis, the
     communication nothing hides; ``hidden`` the communication under compute. ``bubble`` is idle time of the
-    pipeline, ``optimizer`` the parameter update, ``other`` data, host, gradient norm, and copies of activations to the host that nothing
-    hides. They make up the step.
+    pipeline, ``optimizer`` the parameter update, ``other`` data, host, gradient norm, and copies of activations to the
+    host that nothing hides. They make up the step.
     """
 
     pp: int
