@@ -264,6 +264,20 @@ def test_a_signal_is_why_ranks_end_unless_they_say_that_they_could_not_save(
     assert (caught.value.exit_code, caught.value.trace) == (code, "")
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
+def test_a_signal_of_the_terminal_is_no_failure_of_the_ranks_that_it_ends(
+    tmp_path: Path, number: signal.Signals
+) -> None:
+    """Ctrl-C goes to the launcher and to its ranks, which are gone before it looks."""
+    rank = mock.Mock(pid=1, **{"poll.return_value": -number})
+    signals = Signals(passed_on=True)
+    signals.fatal = number
+    with pytest.raises(KeyboardInterrupt if number == signal.SIGINT else WorkerFailed) as caught:
+        _watch([rank], tmp_path, signals, 60.0, None)
+    if isinstance(caught.value, WorkerFailed):
+        assert (caught.value.cause, caught.value.exit_code) == ("", 129)
+
+
 def test_a_rank_that_exits_ends_at_once(tmp_path: Path) -> None:
     with pytest.raises(WorkerFailed, match="rank 1 of 2 ended with exit code 3"):
         launch(jobs.leave, processes=2, args=[str(tmp_path), "exit"], device="cpu", timeout=30.0)

@@ -172,6 +172,7 @@ def _watch(
         ended = _ended(ranks, folder)
         if any(one.code not in (0, StoppedError.exit_code) for one in ended):
             time.sleep(SETTLE_SECONDS)
+            _obey(signals)  # a terminal's Ctrl-C ends the ranks too, at once: they have not failed
             # A signal to all of them came before they could heed it.
             if signals.asked and not any(one.code == SaveError.exit_code for one in ended):
                 raise _signalled(signals.asked, "the ranks ended before they could save")
@@ -183,10 +184,7 @@ def _watch(
             report = stopped[0].report or {}
             raise StoppedError(str(report.get("summary", "the ranks stopped")))
         now = time.monotonic()
-        if signals.fatal == signal.SIGINT:
-            raise KeyboardInterrupt
-        if signals.fatal:
-            raise _signalled(signals.fatal, "all ranks were ended")
+        _obey(signals)
         if watched is not None and asked is not None and now > asked + watched.grace:
             late = f"the ranks had not saved within {watched.grace:g} s (run.grace)"
             raise _signalled(signals.asked or signal.SIGUSR1, late, cause="" if signals.asked else "recall")
@@ -201,6 +199,14 @@ def _watch(
                 noticed = f"no sign of life for {timeout:g} s (run.timeout)"
                 raise _hang(rank, [process.pid for process in ranks], folder, noticed)
         time.sleep(POLL_SECONDS)
+
+
+def _obey(signals: Signals) -> None:
+    """Raise for a signal that ends the ranks."""
+    if signals.fatal == signal.SIGINT:
+        raise KeyboardInterrupt
+    if signals.fatal:
+        raise _signalled(signals.fatal, "all ranks were ended")
 
 
 def _ask(folder: Path, number: int) -> float:
