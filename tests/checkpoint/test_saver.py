@@ -115,6 +115,22 @@ def test_the_one_good_checkpoint_is_never_pruned(tmp_path: Path) -> None:
     assert [entry.step for entry in committed(tmp_path)] == [3]
 
 
+def test_what_was_just_saved_is_not_pruned_for_a_newer_one(tmp_path: Path) -> None:
+    """A run went back: the newest checkpoint has a wrong byte, which pruning does not look for."""
+    save(tmp_path, 1, 4, keep=9)
+    save(tmp_path, 1, 9, keep=9)
+    damaged = tmp_path / "step-00000009/rank-00000.safetensors"
+    content = bytearray(damaged.read_bytes())
+    content[-1] ^= 1
+    damaged.write_bytes(content)
+    saver = Saver(tmp_path, rank=0, group=Alone(), keep=1, keep_every=4)
+    for step in (5, 6):
+        saver.save(snapshot(0, 1, step))
+        assert saver.drain()[0].error is None
+        assert latest(tmp_path) == tmp_path / f"step-{step:08d}"
+        assert [entry.step for entry in committed(tmp_path)] == [4, step, 9]
+
+
 def test_what_fails_after_the_commit_is_a_warning(tmp_path: Path) -> None:
     save(tmp_path, 1, 1)
 

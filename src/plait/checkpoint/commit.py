@@ -287,7 +287,9 @@ class _Commit:
             disk.sync_folder(folder)
             probe("latest.durable")
             if self._place.spread is None:
-                gone = steps.superseded(folder, self._place.keep, self._place.keep_every)
+                found = steps.superseded(folder, self._place.keep, self._place.keep_every)
+                # A newer one may be there, which nobody could read: then this is all that the run has.
+                gone = [entry for entry in found if entry.path != path]
             else:  # every host has its part of this one
                 gone = [entry for entry in steps.committed(folder) if entry.path != path]
             steps.take_away(gone, lambda what: probe(f"prune.{what}"))
