@@ -346,6 +346,20 @@ def test_a_checkpoint_that_twice_could_not_be_loaded_is_set_aside(
     assert kinds(tmp_path / "b").count("quarantine") == 3
 
 
+def test_a_step_whose_checkpoint_was_set_aside_may_be_saved_and_set_aside_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for step in (2, 4):
+        (tmp_path / f"checkpoints/step-{step:08d}").mkdir(parents=True)
+        (tmp_path / f"checkpoints/step-{step:08d}/manifest.json").touch()
+    load = fails(phase="load", step=0)
+    made = supervised(monkeypatch, tmp_path, load, load, fails(saves=4, step=4), load, load, done, run="resume = true")
+    assert len(made.seen) == 6
+    names = ["step-00000002", "step-00000004.bad", "step-00000004.bad-2"]
+    assert sorted(os.listdir(tmp_path / "checkpoints")) == names
+    assert kinds(tmp_path).count("quarantine") == 2
+
+
 def test_a_signal_stops_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def stops(config: Config, rest: Mapping[str, Any]) -> None:
         (tmp_path / "checkpoints/step-00000003").mkdir(parents=True)

@@ -176,7 +176,11 @@ class _Supervisor:
         count = self._loads[entry.path] = self._loads.get(entry.path, 0) + 1
         if count < LOADS:
             return False
-        aside = entry.path.with_name(f"{entry.path.name}.bad")
+        del self._loads[entry.path]  # a later one may have its name
+        aside, number = entry.path.with_name(f"{entry.path.name}.bad"), 1
+        while aside.exists():
+            number += 1
+            aside = entry.path.with_name(f"{entry.path.name}.bad-{number}")
         entry.path.rename(aside)
         self._newest, self._restarts, self._last = self._last_commit(), 0, ""
         self._log.write("quarantine", {"checkpoint": entry.path.name, "now": aside.name, "loads": count})
