@@ -129,6 +129,9 @@ def test_a_folder_of_checkpoints_is_one_runs_too(tokens: Path, tmp_path: Path) -
 def test_an_interrupt_says_how_the_run_goes_on(tokens: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     run = config(tokens, tmp_path / "runs/a")
+    with pytest.raises(KeyboardInterrupt, match=r"^$"), claimed(run):  # there is nothing yet to go on with
+        raise KeyboardInterrupt
+    (tmp_path / "runs/a/config.toml").touch()
     with pytest.raises(KeyboardInterrupt, match="--resume runs/a starts it anew, as there is no"), claimed(run):
         raise KeyboardInterrupt
     for step in (20, 40):

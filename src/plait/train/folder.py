@@ -43,6 +43,8 @@ def claimed(config: Config) -> Iterator[None]:
         try:
             yield
         except KeyboardInterrupt:
+            if not (home / "config.toml").is_file():
+                raise  # it had not begun, and --resume would find no run
             raise KeyboardInterrupt(_goes_on(home, checkpoints or home / CHECKPOINTS)) from None
 
 
