@@ -15,7 +15,7 @@ def pool() -> Iterator[Pool]:
     """The workers that every test of several ranks shares."""
     pool = Pool()
     yield pool
-    pool.end()
+    pool.close()
 
 
 @pytest.fixture(scope="session")

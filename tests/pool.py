@@ -7,13 +7,11 @@ Workers are daemons that end with the test process, whatever becomes of it.
 from __future__ import annotations
 
 import multiprocessing
-import tempfile
 import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing.connection import Connection, wait
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,8 +27,8 @@ JOB_SECONDS = 120.0
 class Connect:
     """Joins the ranks of one job."""
 
-    def __init__(self, path: str, rank: int) -> None:
-        self.path = path
+    def __init__(self, store: dist.Store, rank: int) -> None:
+        self.store = store
         self.rank = rank
         self.worlds: list[World] = []
 
@@ -38,22 +36,22 @@ class Connect:
         if mesh.world_size == 1:
             return World.alone()
         assert not self.worlds, "one world a job"
-        store = dist.FileStore(self.path, mesh.world_size)
         world = World.connect(
-            mesh, device=torch.device("cpu"), timeout=timeout, transport=transport, store=store, rank=self.rank
+            mesh, device=torch.device("cpu"), timeout=timeout, transport=transport, store=self.store, rank=self.rank
         )
         self.worlds.append(world)
         return world
 
 
-def _work(pipe: Connection, rank: int) -> None:
+def _work(pipe: Connection, rank: int, port: int) -> None:
     torch.set_num_threads(1)
+    store = dist.TCPStore("127.0.0.1", port)
     while True:
         try:
-            function, args, path = pipe.recv()
+            function, args, job = pipe.recv()
         except EOFError:
             return
-        connect = Connect(path, rank)
+        connect = Connect(dist.PrefixStore(f"job-{job}", store), rank)
         try:
             answer = (True, function(connect, *args))
         except BaseException:
@@ -71,13 +69,14 @@ class Pool:
         # The second is what torch's optimizers load at their first step, a second of each worker's otherwise.
         self._context.set_forkserver_preload(["plait.train.trainer", "torch._dynamo"])
         self._workers: list[tuple[Any, Connection]] = []
-        self._folder = tempfile.TemporaryDirectory(prefix="plait-pool-", ignore_cleanup_errors=True)
+        # Where the ranks of a job find each other: a store of files would take longer than many a job.
+        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._jobs = 0
 
     def _start(self, ranks: int) -> None:
         for rank in range(len(self._workers), ranks):
             mine, theirs = self._context.Pipe()
-            process = self._context.Process(target=_work, args=(theirs, rank), daemon=True)
+            process = self._context.Process(target=_work, args=(theirs, rank, self._store.port), daemon=True)
             process.start()
             theirs.close()
             self._workers.append((process, mine))
@@ -87,10 +86,9 @@ class Pool:
         raised."""
         self._start(ranks)
         self._jobs += 1
-        path = str(Path(self._folder.name) / f"store-{self._jobs}")
         pipes = [pipe for _, pipe in self._workers[:ranks]]
         for pipe in pipes:
-            pipe.send((function, args, path))
+            pipe.send((function, args, self._jobs))
         answers: dict[Connection, Any] = {}
         deadline = time.monotonic() + JOB_SECONDS
         while len(answers) < ranks:
@@ -142,8 +140,3 @@ class Pool:
         for process, _ in self._workers:
             process.join(5)
         self._workers.clear()
-
-    def end(self) -> None:
-        """`close`, and no next job."""
-        self.close()
-        self._folder.cleanup()

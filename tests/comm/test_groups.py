@@ -368,7 +368,7 @@ def run_missing(connect: Connect, transport: str, what: str, timeout: float) -> 
     group.barrier()
     world.book.doing = "B of stage 2, microbatch 5"
     if world.rank == 1:
-        time.sleep(2.0 * timeout)
+        time.sleep(1.7 * timeout)
         return "late", 0.0
     if what == "recv" and world.rank == 0:
         return failure(lambda: world.wire.recv(torch.empty(4), 1).wait())
@@ -380,7 +380,7 @@ def run_missing(connect: Connect, transport: str, what: str, timeout: float) -> 
 @pytest.mark.parametrize("what", ["all_reduce", "exchange", "recv"])
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_a_rank_that_never_comes_is_named_within_the_time_out(pool: Pool, transport: str, what: str) -> None:
-    timeout = 1.5
+    timeout = 1.2
     told, _, other = pool.run(3, run_missing, transport, what, timeout)
     for message, seconds in (told, other):
         assert seconds < 1.6 * timeout

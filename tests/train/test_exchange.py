@@ -33,15 +33,15 @@ from plait.train.launch import Place, Worker
 from tests.parallel.cuts import LLAMA, Run, build
 from tests.pool import Connect, Pool
 
-TIMEOUT = 3.0
-"""Seconds of a step; what is slow takes one more."""
+TIMEOUT = 2.0
+"""Seconds of a step; what is slow takes half of one more."""
 
 
 def slow_work(connect: Connect, transport: str) -> tuple[list[object], float]:
     world = connect(Mesh(dp=2), timeout=TIMEOUT, transport=transport)
 
     def work() -> int:
-        time.sleep(TIMEOUT + 1 if world.rank == 1 else 0)
+        time.sleep(TIMEOUT + 0.5 if world.rank == 1 else 0)
         return world.rank
 
     return together(world, work), world.book.timeout
@@ -99,11 +99,11 @@ def slow_disk(connect: Connect, text: str, cache: str) -> int:
 
     def slow_encode(*arguments: Any) -> Path:
         encoded.append(1)
-        time.sleep(TIMEOUT + 1)
+        time.sleep(TIMEOUT + 0.5)
         return encode(*arguments)
 
     def slow_write(folder: Path, rank: int, pieces: Any) -> Any:
-        time.sleep(TIMEOUT + 1 if rank == 0 else 0)
+        time.sleep(TIMEOUT + 0.5 if rank == 0 else 0)
         return write(folder, rank, pieces)
 
     def in_time(world: World, work: Any) -> list[object]:

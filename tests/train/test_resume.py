@@ -16,6 +16,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from plait.checkpoint import disk
 from plait.checkpoint.reader import Checkpoint
@@ -431,4 +432,4 @@ def test_a_stopped_run_whose_state_cannot_be_saved_says_so(tokens: Path, tmp_pat
 
     run = config(tokens, tmp_path / "run", *RUN)
     with mock.patch.object(disk, "write", full), pytest.raises(SaveError, match=r"SIG.* could not be saved"):
-        train_until(Connect("", 0), dump(run), 1, 2)
+        train_until(Connect(dist.HashStore(), 0), dump(run), 1, 2)
