@@ -24,11 +24,12 @@ from plait.planner.clusters import cluster
 from plait.telemetry.record import read_metrics
 from plait.telemetry.report import read as read_report
 from plait.telemetry.report import render
-from plait.train import recut
+from plait.train import recut, trainer
 from plait.train.events_log import EVENTS, EventLog, LoggedEvent, read
 from plait.train.recut import LEAST_STEPS, REBALANCED, Recut, recalled
 from plait.train.restart import _Supervisor
 from plait.train.run import prepare
+from plait.train.trainer import switch
 from tests.pool import Connect, Pool
 from tests.train import jobs
 from tests.train.test_trainer import config, same_run, tokens
@@ -125,6 +126,17 @@ def change(connect: Connect, text: str, ranks: int, cut: list[int]) -> None:
 
     with mock.patch.multiple(recut, best_cut=given, WORTH=-math.inf, LEAST_STEPS=SOON):
         jobs.train_in_pool(connect, text, ranks)
+
+
+def test_what_went_wrong_with_the_save_before_a_change_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    keeper = mock.Mock(**{"warnings.return_value": ["checkpoint of step 9: no room"]})
+    change = mock.Mock(fields={}, __str__=lambda _: "step 9: another cut")
+    assert switch(keeper, change, chief=False) is change.setup
+    with mock.patch.object(trainer, "write_promise") as promise:
+        assert switch(keeper, change, chief=True) is change.setup
+    assert promise.call_count == 1
+    said = capsys.readouterr().err.splitlines()
+    assert said == ["plait: warning: checkpoint of step 9: no room", "plait: warning: step 9: another cut"]
 
 
 def test_experts_and_stages_along_a_v_move_too(pool: Pool, tokens: Path, tmp_path: Path) -> None:

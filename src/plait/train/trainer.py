@@ -193,7 +193,7 @@ def train_cut(
 def switch(keeper: Keeper, change: Change, chief: bool) -> Setup:
     """Tell of ``change``, which all ranks make now, and what the planner says of what follows."""
     keeper.note(REBALANCED, change.fields)
-    warn(chief, str(change))
+    warn(chief, *keeper.warnings(), str(change))
     if chief:
         write_promise(change.setup)
     return change.setup
