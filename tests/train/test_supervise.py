@@ -100,6 +100,14 @@ def test_a_computing_rank_that_nobody_waits_for_hangs_too(tmp_path: Path) -> Non
     assert lookout.hung(6.1) == 0
 
 
+def test_whoever_has_not_looked_for_long_does_not_know(tmp_path: Path) -> None:
+    """Ctrl-Z stops the launcher and its ranks together."""
+    Heartbeat(worker(0, tmp_path)).beat(1, "step")
+    lookout = Lookout(tmp_path, 1, timeout=5.0)
+    assert [lookout.hung(now) for now in (1.0, 2.0, 99.0, 103.0)] == [None] * 4
+    assert lookout.hung(104.1) == 0
+
+
 def test_the_kernel_says_what_a_process_does() -> None:
     child = os.fork()
     if child == 0:

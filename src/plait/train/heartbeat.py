@@ -109,10 +109,14 @@ class Lookout:
         self._timeout = timeout
         self._seen: list[object] = [None] * ranks
         self._since = [0.0] * ranks
+        self._looked: float | None = None
 
     def hung(self, now: float) -> int | None:
         """Look at all ranks, at ``now`` (monotonic seconds). A rank that stands still because another does is not
         named: its own wait ends by time-out too, and says what it waited for."""
+        if self._looked is not None and now - self._looked > self._timeout:
+            self._seen = [None] * len(self._seen)  # who looks stood still itself (Ctrl-Z): so may they have
+        self._looked = now
         late = []
         for rank in range(len(self._seen)):
             beat = read_beat(self._folder, rank)
