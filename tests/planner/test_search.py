@@ -32,8 +32,9 @@ from tests.planner.searches import DENSE, nodes_of, request
         (PRESETS["deepseek-v3"], "h800", 512, 512, {}),
         (PRESETS["llama3-8b"], "b200", 144, 72, {"precision": "fp8"}),
         (PRESETS["gpt2"], "mi300x", 16, 32, {"precision": "fp32"}),
+        (PRESETS["bench-moe"], "tpu-v6e", 12, 24, {"fix": {"schedule": "interleaved"}}),
     ],
-    ids=("dense", "experts", "latent", "fp8", "fp32"),
+    ids=("dense", "experts", "latent", "fp8", "fp32", "no launches"),
 )
 def test_bounds_are_bounds(model: ModelConfig, name: str, gpus: int, batch: int, keys: dict[str, str]) -> None:
     asked = Request(model=model, topology=cluster(name, gpus), world_size=gpus, seq=1024, global_batch=batch, **keys)  # type: ignore[arg-type]
@@ -75,6 +76,16 @@ def test_axes_are_laid_on_tiers_as_is_faster() -> None:
     assert usual.best is not None
     assert usual.best.prediction.step_time > found.best.prediction.step_time
     assert {one.plan.order for one in search(DENSE, fast, **keys, losers=False).ranked} == {"pp-dp-cp-tp"}  # type: ignore[arg-type]
+
+
+def test_a_form_that_does_not_fit_is_tried_with_layers_recomputed_however_slow_its_other_ways_are() -> None:
+    """Of its two orders of axes one does not fit, and the other takes longer than the best plan until then."""
+    fix = {"pp": 2, "dp": 2, "tp": 2, "cp": 2, "micro": 1, "schedule": "interleaved", "zero": 2}
+    keys = {"world_size": 16, "seq": 8192, "global_batch": 16, "top": 1, "losers": False, "fix": fix}
+    deep = dataclasses.replace(DENSE, num_layers=8)
+    found = search(deep, nodes_of(8, 16, 0.05), max_memory=0.128, **keys).best  # type: ignore[arg-type]
+    assert found is not None
+    assert found.plan.recompute == "selective:0"
 
 
 def test_stages_are_cut_by_time_and_memory_at_once() -> None:

@@ -13,7 +13,7 @@ from plait.planner.cost import predict
 from plait.planner.job import PLAIT, Practice
 from plait.planner.kernels import Machine
 from plait.planner.wires import Group, collective
-from tests.planner.jobs import LLAMA, job
+from tests.planner.jobs import LLAMA, MIXTRAL, job
 
 PLAIN = dataclasses.replace(PLAIT, overlap_grads=False, overlap_weights=False)
 
@@ -53,3 +53,18 @@ def test_nothing_is_copied_without_shards() -> None:
     plain = Practice(overlap_grads=False)
     alone, beside = (predict(job("", practice=one)).ranks[0].exposed["dp"] for one in (given, plain))
     assert alone == beside
+
+
+def test_blocks_that_do_not_divide_the_copies_of_experts_share_less() -> None:
+    """Experts with three copies in blocks of two: each copy has all of its state, and all three are summed."""
+    given = {"model": MIXTRAL, "devices": 24, "batch": 24, "practice": PLAIN}
+    found, plain = (
+        predict(job(f"ep=8 tp=1 dp=24 {keys}", **given)).ranks[0]  # type: ignore[arg-type]
+        for keys in ("zero=1 zero_group=2", "zero=0")
+    )
+    experts = 3 * MIXTRAL.hidden_size * MIXTRAL.ffn_size * MIXTRAL.num_layers
+    summed = collective(Machine(cluster("h100", 24)), "all_reduce", 4.0 * experts, Group(size=3, stride=8))
+    assert found.exposed["dp"] > summed
+    # All of the experts' optimizer steps are made on every rank, and half of the dense ones.
+    dense = parameter_count(MIXTRAL) - 8 * experts
+    assert found.optimizer / plain.optimizer == pytest.approx((experts + dense / 2) / (experts + dense))

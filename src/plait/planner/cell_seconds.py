@@ -37,7 +37,7 @@ class CellSeconds:
         self._request, self._machine, self._kinds = request, machine, kinds
         practice = request.practice
         self._launch = 0.0 if practice.graph else launch_of(machine, practice)
-        self._waits = 0.0 if practice.graph else 1.0
+        self._waits = 1.0 if self._launch else 0.0  # see `plait.planner.pace`
 
     @functools.cache  # noqa: B019 - lives as long as the search
     def of(self, cell: Cell, mode: str) -> Seconds:

@@ -250,7 +250,7 @@ class Run:
         # State that fewer ranks share may not fit.
         for one, prediction in each:
             if prediction.step_time > self.limit:
-                return
+                break
             self.predicted += 1
             if self._keep(one, prediction):
                 return

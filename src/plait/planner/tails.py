@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final, final
@@ -64,7 +65,8 @@ class Tails:
         after = self.of(cell)
         times = np.where(self._thirds, counts[:, None], 1.0)
         shown = after.sent - self._hidden * (plain / counts)[:, None]
-        tails = times * np.maximum(after.sent * self._slowing, shown) + after.updates
+        with np.errstate(invalid="ignore"):  # what makes no sense is infinite, times no slowing at all
+            tails = times * np.maximum(after.sent * self._slowing, shown) + after.updates
         fits = (after.state <= self._request.memory) & (counts == np.floor(counts))[:, None]
         return float(np.where(fits, plain[:, None] + tails, np.inf).min())
 
@@ -121,6 +123,6 @@ class Tails:
                 sent += collective(machine, "all_reduce", state.grad * each, group)
                 continue
             given = self._request.fix.get("zero_group")
-            blocks = divisors(sharing) if given is None else [min(int(str(given)), sharing)]
+            blocks = divisors(sharing) if given is None else [math.gcd(int(str(given)), sharing)]
             sent += min(self._shared(each, group, block, zero) for block in blocks)
         return sent, update * self._constant("optimizer_passes") / machine.optimizer_bandwidth

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from plait.core.plan import Plan
 from plait.planner.job import Job
 from plait.planner.kernels import Machine
 from plait.planner.overlap import Share, under
@@ -57,7 +58,7 @@ def updates(machine: Machine, job: Job, stages: Sequence[Stage], paced: Sequence
     for count, group in ((dense, shared), (experts, copies)):
         if not count:
             continue
-        inner, outer = nested(group, min(plan.zero_group or group.size, group.size))
+        inner, outer = nested(group, _block(plan, group))
         if zero == 0:
             grads += _in_parts(machine, "all_reduce", kept * count, group, math.ceil(kept * count / bucket))
             continue
@@ -68,9 +69,7 @@ def updates(machine: Machine, job: Job, stages: Sequence[Stage], paced: Sequence
         weights += copying * (inner.size if inner.size > 1 else 0)
         owners = max(owners, inner.size)
     m = job.microbatches
-    shares = dense / (shared.size if zero else 1) + experts / (copies.size if zero else 1)
-    if plan.zero_group and zero:
-        shares = dense / min(plan.zero_group, shared.size) + experts / min(plan.zero_group, max(copies.size, 1))
+    shares = dense / _block(plan, shared) + experts / _block(plan, copies)
     moved = shares * (2 * state + kept + width) * table.of("optimizer_passes", family)
     update = moved / machine.optimizer_bandwidth
     if zero == 3:
@@ -87,6 +86,12 @@ def updates(machine: Machine, job: Job, stages: Sequence[Stage], paced: Sequence
     sent = owners * table.of("owner", practice.framework)
     pull = Share(exposed=pull.exposed + sent, hidden=pull.hidden, slowing=pull.slowing)
     return Updates(grads=push, weights=pull, optimizer=update)
+
+
+def _block(plan: Plan, group: Group) -> int:
+    """Ranks of ``group`` that share state (`plait.parallel.fold`): not all that a block has where experts have fewer
+    copies, whose number it does not divide."""
+    return 1 if plan.zero == 0 else math.gcd(plan.zero_group or group.size, group.size)
 
 
 def _in_parts(machine: Machine, op: str, size: float, group: Group, calls: int) -> float:
