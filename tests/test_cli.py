@@ -39,6 +39,23 @@ def test_help_is_quick_and_loads_nothing_heavy() -> None:
     subprocess.run([sys.executable, "-c", code], env=ENV, check=True, capture_output=True)
 
 
+@pytest.mark.parametrize(
+    "command",
+    [
+        "plan --model tiny --cluster a100 --gpus 1 --seq 64 --global-batch 1",  # written by rich
+        "checkpoint list .",  # printed, and still buffered when the command is done
+    ],
+)
+def test_a_reader_who_has_left_has_its_exit_code(command: str, tmp_path: Path) -> None:
+    read, write = os.pipe()
+    os.close(read)
+    env = {name: value for name, value in ENV.items() if name != "PYTHONUNBUFFERED"}
+    run = [sys.executable, "-P", "-m", "plait", *command.split()]
+    done = subprocess.run(run, env=env, cwd=tmp_path, stdout=write, stderr=subprocess.PIPE, text=True, check=False)
+    os.close(write)
+    assert (done.returncode, done.stderr) == (141, "")
+
+
 @pytest.mark.parametrize("command", ["train", "verify"])
 @pytest.mark.parametrize(
     ("arguments", "says", "code"),

@@ -23,7 +23,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code."""
     arguments = parser().parse_args(argv)
     try:
-        return _COMMANDS[arguments.command](arguments)
+        code = _COMMANDS[arguments.command](arguments)
+        print(end="", flush=True)  # that nobody reads what is still buffered is to be found here, not at exit
+        return code
     except PlaitError as error:
         # A failed rank's own traceback first, then one line of what it means.
         sys.stderr.write(getattr(error, "trace", ""))
@@ -36,9 +38,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("; ".join([f"plait: interrupted{ended}", *map(str, interrupt.args)]), file=sys.stderr)
         return 128 + signal.SIGINT
     except BrokenPipeError:
-        # Whoever read our output has left: so do we, without a word at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 128 + signal.SIGPIPE
+        return _unread()
+    except SystemExit as leaving:
+        if not isinstance(leaving.__context__, BrokenPipeError):  # which rich makes a failure of
+            raise
+        return _unread()
+
+
+def _unread() -> int:
+    """Whoever read our output has left: so do we, without a word at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 128 + signal.SIGPIPE
 
 
 def _leave(code: int) -> NoReturn:
