@@ -135,6 +135,20 @@ def test_a_host_is_lost_with_its_memory(pool: Pool, tokens: Path, tmp_path: Path
     assert f"{mirrored.name} is on none of the 2 hosts" in incomplete
 
 
+def test_replicas_of_a_run_whose_folder_was_removed_are_not_gone_on_from(
+    pool: Pool, tokens: Path, tmp_path: Path
+) -> None:
+    """Whoever starts the ranks is still there, and so is what they had left in memory."""
+    folder, hosts = tmp_path / "run", memories(tmp_path)
+    more = (*PLANS["copies"], "train.steps=2", "checkpoint.every=0", "run.resume=true")
+    for steps in (1, 2):
+        text = dump(config(tokens, folder, *RUN, *more))
+        pool.run(RANKS, visit, text, hosts, steps)
+        assert resumed(folder) == []
+        assert [row["step"] for row in read_metrics(folder / "metrics.jsonl")] == list(range(steps))
+        shutil.rmtree(folder)
+
+
 def empty(folder: Path) -> None:
     shutil.rmtree(folder)
     folder.mkdir()

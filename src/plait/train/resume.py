@@ -71,7 +71,11 @@ class Keeper:
         self._saved: int | None = None
         self._warnings: list[str] = []
         self._replicas: Replicas | None = None
-        self._resumes = any(gather_json(self._world, run.resume))
+        # What rank 0 writes before a run's first step.
+        told = cast(
+            "list[tuple[bool, bool]]", gather_json(self._world, [run.resume, (run.dir / "config.toml").exists()])
+        )
+        self._resumes = any(resumes for resumes, _ in told)
         # fp32 masters, and two moments of what is trained.
         need = 4 * parameter_count(setup.model)
         need += 8 * sum(math.prod(shape) for shape in trained_shapes(setup).values())
@@ -101,7 +105,7 @@ class Keeper:
             self.note("checkpoint", {"error": lacking})
         if run.replicas and (memory is not None or placed() is not None):
             self._replicas = begin(setup, self._world, memory, need)
-            if not self._resumes:
+            if not (self._resumes and told[0][1]):  # or the folder was removed since, and they are of what was in it
                 self._replicas.forget()
 
     # --- saving
