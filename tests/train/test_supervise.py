@@ -100,6 +100,23 @@ def test_a_computing_rank_that_nobody_waits_for_hangs_too(tmp_path: Path) -> Non
     assert lookout.hung(6.1) == 0
 
 
+def test_a_rank_that_is_alone_takes_its_time_while_it_computes(tmp_path: Path) -> None:
+    """Of several the others would wait for it, and their time-out would end them."""
+    Heartbeat(worker(0, tmp_path)).beat(1, "step")
+    lookout, pair = Lookout(tmp_path, 1, timeout=0.5), Lookout(tmp_path, 2, timeout=0.5)
+    assert lookout.hung(1.0) is None
+    assert pair.hung(1.0) is None
+    end = time.process_time() + 0.2
+    while time.process_time() < end:
+        pass
+    assert lookout.hung(1.4) is None
+    assert pair.hung(1.4) is None
+    assert pair.hung(1.6) == 0
+    assert lookout.hung(1.6) is None
+    assert lookout.hung(2.0) is None
+    assert lookout.hung(2.2) == 0
+
+
 def test_whoever_has_not_looked_for_long_does_not_know(tmp_path: Path) -> None:
     """Ctrl-Z stops the launcher and its ranks together."""
     Heartbeat(worker(0, tmp_path)).beat(1, "step")

@@ -25,6 +25,8 @@ _BEAT = struct.Struct("<qqqdd?63s")
 """Beats so far, pid, step, time on the host's monotonic clock in seconds, compute seconds, bounded, phase."""
 SIZE = 128
 """Bytes of a rank's file."""
+COMPUTING = 0.1
+"""Cores that a rank takes at least which computes; one that stands still has threads that take next to nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,10 +112,13 @@ class Lookout:
         self._seen: list[object] = [None] * ranks
         self._since = [0.0] * ranks
         self._looked: float | None = None
+        self._spent = 0.0
 
     def hung(self, now: float) -> int | None:
         """Look at all ranks, at ``now`` (monotonic seconds). A rank that stands still because another does is not
-        named: its own wait ends by time-out too, and says what it waited for."""
+        named: its own wait ends by time-out too, and says what it waited for. A rank that is alone takes as long for an
+        action as it needs while it computes: nobody waits for it.
+        """
         if self._looked is not None and now - self._looked > self._timeout:
             self._seen = [None] * len(self._seen)  # who looks stood still itself (Ctrl-Z): so may they have
         self._looked = now
@@ -124,8 +129,13 @@ class Lookout:
             free = beat is None or not (beat.bounded or state_of(beat.pid).startswith("is stopped"))
             if sign != self._seen[rank] or free:
                 self._seen[rank], self._since[rank] = sign, now
+                self._spent = self._alone(beat)
             elif now - self._since[rank] > self._timeout:
-                late.append(rank)
+                spent = self._alone(beat)
+                if spent - self._spent > COMPUTING * self._timeout:
+                    self._since[rank], self._spent = now, spent
+                else:
+                    late.append(rank)
         if not late:
             return None
         held = [flight.read(flight.flight_file(self._folder, rank)) for rank in range(len(self._seen))]
@@ -134,6 +144,20 @@ class Lookout:
             return cause if cause in late else None
         computing = [rank for rank in late if held[rank] is None or flight.standing(held[rank] or {}) is None]
         return min(computing, key=self._since.__getitem__) if computing else None
+
+    def _alone(self, beat: Beat | None) -> float:
+        """Processor seconds of the rank that ``beat`` is of, where it is the only one; else 0."""
+        return processor_seconds(beat.pid) if beat is not None and len(self._seen) == 1 else 0.0
+
+
+def processor_seconds(pid: int) -> float:
+    """Seconds of processor time that all threads of a process took; 0 where this system does not tell."""
+    try:
+        with open(f"/proc/{pid}/stat", encoding="ascii", errors="replace") as file:
+            fields = file.read().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    except (OSError, IndexError):
+        return 0.0
 
 
 def state_of(pid: int) -> str:
