@@ -75,7 +75,7 @@ def test_axes_are_laid_on_tiers_as_is_faster() -> None:
     usual = search(DENSE, slow, **{**keys, "fix": {"pp": 4, "dp": 2, "tp": 2, "order": ORDERS[0]}}, losers=False)  # type: ignore[arg-type]
     assert usual.best is not None
     assert usual.best.prediction.step_time > found.best.prediction.step_time
-    assert {one.plan.order for one in search(DENSE, fast, **keys, losers=False).ranked} == {"pp-dp-cp-tp"}  # type: ignore[arg-type]
+    assert {one.plan.order for one in search(DENSE, fast, **keys, losers=False).ranked[:2]} == {"pp-dp-cp-tp"}  # type: ignore[arg-type]
 
 
 def test_a_form_that_does_not_fit_is_tried_with_layers_recomputed_however_slow_its_other_ways_are() -> None:

@@ -68,3 +68,41 @@ def test_blocks_that_do_not_divide_the_copies_of_experts_share_less() -> None:
     # All of the experts' optimizer steps are made on every rank, and half of the dense ones.
     dense = parameter_count(MIXTRAL) - 8 * experts
     assert found.optimizer / plain.optimizer == pytest.approx((experts + dense / 2) / (experts + dense))
+
+
+def data_seconds(plan: str, batch: int) -> float:
+    """Exposed seconds of the data axes on 64 devices, of ``batch // 64`` microbatches."""
+    return predict(job(plan, devices=64, batch=batch, practice=PLAIN)).ranks[0].exposed["dp"]
+
+
+def called(op: str, size: float, group: Group, calls: int = 1) -> float:
+    machine = Machine(cluster("h100", 64))
+    return max(collective(machine, op, size, group), calls * collective(machine, op, size / calls, group))
+
+
+def test_at_zero_2_every_microbatch_sends_its_gradients() -> None:
+    """`plait.parallel.reduction.PerAction`; weights are gathered once a step."""
+    scatter = called("reduce_scatter", 4.0 * parameter_count(LLAMA), Group(size=64, stride=1))
+    for batch in (64, 512):
+        assert data_seconds("zero=2", batch) - data_seconds("zero=1", batch) == pytest.approx(
+            (batch // 64 - 1) * scatter
+        )
+
+
+def test_copies_of_shared_state_are_summed_once_a_step() -> None:
+    """`plait.parallel.zero.Zero.finish`: not with every microbatch of ZeRO 3, whose messages stay in a node."""
+    count = parameter_count(LLAMA)
+    inner = Group(size=8, stride=1)
+    each = called("reduce_scatter", 4.0 * count, inner, LLAMA.num_layers)
+    each += 2 * called("all_gather", 2.0 * count, inner, LLAMA.num_layers)
+    across = called("all_reduce", 4.0 * count / 8, Group(size=8, stride=8), LLAMA.num_layers)
+    for batch in (64, 512):
+        assert data_seconds("zero=3 zero_group=8", batch) == pytest.approx(batch // 64 * each + across)
+
+
+def test_weights_that_stay_for_a_step_are_gathered_once() -> None:
+    count, group = parameter_count(LLAMA), Group(size=64, stride=1)
+    scatter = called("reduce_scatter", 4.0 * count, group, LLAMA.num_layers)
+    gather = called("all_gather", 2.0 * count, group, LLAMA.num_layers)
+    assert data_seconds("zero=3 gather=step", 512) == pytest.approx(8 * scatter + gather)
+    assert data_seconds("zero=3", 512) == pytest.approx(8 * (scatter + 2 * gather))

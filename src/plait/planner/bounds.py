@@ -30,19 +30,17 @@ from plait.planner.space import MODES, Cell, Request, meshes, pipeline_sizes, pi
 from plait.planner.stage_cut import least_to_save
 from plait.planner.stage_fit import Costs, free
 from plait.planner.stages import machine_of
-from plait.planner.tails import ROUNDING, Tails
+from plait.planner.tails import ROUNDING, After, Tails
 from plait.planner.wires import Group, collective
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Table:
-    """Of a cell, by number of pipeline ranks: microbatches, seconds of a transfer, and by ZeRO level seconds of the
-    communication of gradients and weights, and of the update."""
+    """Of a cell, by number of pipeline ranks: microbatches, seconds of a transfer, and what follows."""
 
     counts: Floats
     hops: Floats
-    sent: Floats
-    updates: Floats
+    after: After
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,7 +122,7 @@ class Bounds:
         first = self._seconds(cell, modes[:1], counts, hop, table)
         if not (first.bounds.min(axis=(1, 2)) <= limit).any():
             return None
-        peak = self._room.peak(cell, self._each.plan(cell), counts, table.sent)
+        peak = self._room.peak(cell, self._each.plan(cell), counts, table.after.state)
         fits = (peak.values <= self.request.memory) & (counts < np.inf)[:, None, None]
         if all_of_them:
             fits[:] = (peak.values < np.inf) & (counts < np.inf)[:, None, None]
@@ -160,8 +158,7 @@ class Bounds:
         with np.errstate(invalid="ignore"):
             spans, ranks = pipes.seconds(counts, phases, hop, host, self._constant("pace_join"))
             # Under a rank that computes longer more is hidden, but no more than it is longer by.
-            sent, updates = table.sent[self._of_pipe], table.updates[self._of_pipe]
-            tails = self.tails.seconds(sent, updates, counts, spans / counts[:, None])
+            tails = self.tails.seconds(table.after, self._of_pipe, counts, spans / counts[:, None])
             plain = spans + (counts * self._host)[:, None]
             bounds = np.nan_to_num(plain[:, :, None] * ROUNDING + tails, nan=np.inf)
         return _Timed(bounds=bounds, plain=plain, ranks=ranks, tails=tails, each=phases.sum(axis=0))
@@ -202,15 +199,14 @@ class Bounds:
                 continue
             counts[place] = request.global_batch // (cell.micro * dp)
             hops[place] = self._hop(cell, pp, dp)
-        after = self.tails.of(cell)
-        return _Table(counts=counts, hops=hops, sent=after.sent, updates=after.updates)
+        return _Table(counts=counts, hops=hops, after=self.tails.of(cell))
 
     def peak(self, leaf: Leaf) -> float:
         """Bytes that the leaf's form fills on its fullest rank, at least."""
         cell = leaf.cell
         table = self._by_size(cell, dict(meshes(self.request, cell.tp, cell.cp)))
         assert self._pipes is not None, "lay() comes first"
-        values = self._room.peak(cell, self._each.plan(cell), table.counts[self._of_pipe], table.sent).values
+        values = self._room.peak(cell, self._each.plan(cell), table.counts[self._of_pipe], table.after.state).values
         return float(values[self._pipes.pipes.index(leaf.pipe), self._modes.index(leaf.recompute), leaf.zero])
 
     def recomputed(self, leaf: Leaf, extra: Mapping[int, float]) -> float:

@@ -128,11 +128,13 @@ class State:
         self.grad = practice.grad_bytes or 4.0
         self.optimizer = practice.optimizer_bytes or (8.0 if full else 12.0)
 
-    def bytes(self, cell: Cell, pp: int, data: int, zero: int) -> float:
-        """Of a mean rank's weights, gradients and optimizer state, with ``data`` ranks on dp and cp: no more than the
-        fullest one's."""
+    def bytes(self, cell: Cell, pp: int, data: int, zero: int, group: int | None = None) -> float:
+        """Of a mean rank's weights, gradients and optimizer state, with ``data`` ranks on dp and cp, of which ``group``
+        (None: all) share them: no more than the fullest one's."""
         experts = cell.ep * cell.etp
         copies = data * cell.tp // experts
+        if group is not None:
+            data, copies = math.gcd(group, data), math.gcd(group, copies)
         total = 0.0
         for count, cuts, sharing in ((self.dense, cell.tp, data), (self.experts, experts, copies)):
             optimizer = self.optimizer / (sharing if zero >= 1 else 1)

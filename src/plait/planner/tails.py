@@ -8,26 +8,37 @@ from dataclasses import dataclass
 from typing import Final, final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from plait.core.legal import divisors
 from plait.planner.kernels import Machine
 from plait.planner.leaves import State
 from plait.planner.pipes import Floats
+from plait.planner.saved import is_plait
 from plait.planner.space import ZEROS, Cell, Request, pipeline_sizes, zeros
 from plait.planner.wires import Group, collective, nested
 
+_LONG: Final = 1e18
+"""Seconds of what makes no sense."""
 ROUNDING: Final = 1.0 - 1e-9
 """Sums in another order than the model's."""
 
 
+Ints = NDArray[np.int64]
+
+
 @dataclass(frozen=True, kw_only=True)
 class After:
-    """By number of pipeline ranks and ZeRO level: seconds of the communication of gradients and weights, and of the
-    update; bytes of a mean rank's state. Infinite where a level makes no sense."""
+    """By number of pipeline ranks and ZeRO level, and where groups may share state by group as well."""
 
     sent: Floats
+    """Seconds of the communication of gradients and weights, a microbatch or a step [pipes, zeros, groups]."""
+    once: Floats
+    """Of what is sent once a step beside it [pipes, zeros, groups]."""
     updates: Floats
+    """Of the update [pipes, zeros]."""
     state: Floats
+    """Bytes of a mean rank's state; infinite where a level makes no sense [pipes, zeros]."""
 
 
 @final
@@ -39,9 +50,10 @@ class Tails:
         self._state = State(request)
         self._sizes = pipeline_sizes(request)
         self._slowing = min(1.0, constant("contention"))
-        self._thirds = np.array([zero == 3 for zero in ZEROS])
+        # What goes with every microbatch (`plait.planner.updates`).
+        self._each = np.array([zero == 3 or (zero == 2 and is_plait(request.practice)) for zero in ZEROS])
         # What a second of compute hides of communication, beside what hidden communication costs.
-        usable = [min(1.0, constant("prefetch_share" if one else "hidden_share")) for one in self._thirds]
+        usable = [min(1.0, constant("prefetch_share" if zero == 3 else "hidden_share")) for zero in ZEROS]
         self._hidden = np.array(usable) * (1.0 - self._slowing)
         self._known: dict[tuple[int, int], After] = {}
 
@@ -63,66 +75,94 @@ class Tails:
         longer more is hidden, but no more than it is longer by.
         """
         after = self.of(cell)
-        times = np.where(self._thirds, counts[:, None], 1.0)
-        shown = after.sent - self._hidden * (plain / counts)[:, None]
-        with np.errstate(invalid="ignore"):  # what makes no sense is infinite, times no slowing at all
-            tails = times * np.maximum(after.sent * self._slowing, shown) + after.updates
+        tails = self._added(after.sent, after.once, counts, (plain / counts)[:, None]) + after.updates
         fits = (after.state <= self._request.memory) & (counts == np.floor(counts))[:, None]
         return float(np.where(fits, plain[:, None] + tails, np.inf).min())
 
-    def seconds(self, sent: Floats, updates: Floats, counts: Floats, busiest: Floats) -> Floats:
+    def seconds(self, after: After, pipes: Ints, counts: Floats, busiest: Floats) -> Floats:
         """Of a rank of every pipeline, at least [pipes, modes, zeros].
 
-        ``sent`` and ``updates`` [pipes, zeros], ``counts`` microbatches, ``busiest`` seconds of a microbatch that may
-        hide communication [pipes, modes]. A mean rank's: no more than the slowest one's. Communication that compute
-        hides still slows it; what is longer than the work it may hide under is not hidden.
+        ``pipes``: the place of each one's number of ranks, ``counts`` microbatches, ``busiest`` seconds of a microbatch
+        that may hide communication [pipes, modes]. A mean rank's: no more than the slowest one's.
         """
-        shown, update = sent[:, None], updates[:, None]
-        hidden = self._hidden * busiest[:, :, None]
-        times = np.where(self._thirds, counts[:, None], 1.0)[:, None]
-        return np.asarray((times * np.maximum(shown * self._slowing, shown - hidden) + update) * ROUNDING)
+        sent, once, updates = after.sent[pipes][:, None], after.once[pipes][:, None], after.updates[pipes][:, None]
+        return np.asarray((self._added(sent, once, counts[:, None], busiest[:, :, None]) + updates) * ROUNDING)
+
+    def _added(self, sent: Floats, once: Floats, counts: Floats, busiest: Floats) -> Floats:
+        """Seconds that the best group's communication adds [..., zeros].
+
+        Communication that compute hides still slows it; what is longer than the work it may hide under is not hidden.
+        """
+        times = np.where(self._each, counts[..., None], 1.0)[..., None]
+        shown = sent - (self._hidden * busiest)[..., None]
+        return np.asarray((times * np.maximum(sent * self._slowing, shown) + once * self._slowing).min(axis=-1))
 
     def of(self, cell: Cell) -> After:
         """By number of pipeline ranks and ZeRO level; the same for all cells that cut parameters alike."""
         experts, world = cell.ep * cell.etp, self._request.world_size
         if (cell.tp, experts) not in self._known:
-            sent, updates, state = np.full((3, len(self._sizes), len(ZEROS)), np.inf)
+            shape = len(self._sizes), len(ZEROS)
+            updates, state = np.full((2, *shape), np.inf)
+            rows: dict[tuple[int, int], list[tuple[float, float]]] = {}
             for place, pp in enumerate(self._sizes):
                 dp = world // (cell.tp * pp)
                 if world % (cell.tp * pp) or dp * cell.tp % experts:
                     continue
                 for zero in zeros(self._request.fix, dp):
-                    sent[place, zero], updates[place, zero] = self._updates(cell, pp, dp, zero)
                     state[place, zero] = self._state.bytes(cell, pp, dp, zero)
-            self._known[cell.tp, experts] = After(sent=sent, updates=updates, state=state)
+                    updates[place, zero] = self._updates(cell, pp, dp, zero)
+                    groups = self._groups(cell, pp, dp, zero)
+                    rows[place, zero] = [self._sent(cell, pp, dp, zero, group) for group in groups]
+            both = np.full((2, *shape, max(map(len, rows.values()), default=1)), _LONG)
+            for (place, zero), pairs in rows.items():
+                both[:, place, zero, : len(pairs)] = np.array(pairs).T
+            self._known[cell.tp, experts] = After(sent=both[0], once=both[1], updates=updates, state=state)
         return self._known[cell.tp, experts]
 
-    def _shared(self, count: float, group: Group, block: int, zero: int) -> float:
-        """Seconds of the messages of ``count`` parameters shared by blocks of neighbours of ``group``."""
-        machine, grad, wire = self._machine, self._state.grad * count, self._state.wire * count
-        inner, across = nested(group, block)
-        sent = collective(machine, "reduce_scatter", grad, inner)
-        sent += collective(machine, "all_reduce", grad / block, across)
-        # Gathered once a step; at ZeRO 3 for every forward and every backward.
-        return sent + (2 if zero == 3 else 1) * collective(machine, "all_gather", wire, inner)
+    def _groups(self, cell: Cell, pp: int, data: int, zero: int) -> list[int]:
+        """Ranks that may share state: what is given, or all (0), or some of a domain where that fits."""
+        given = self._request.fix.get("zero_group")
+        if zero == 0 or given is not None:
+            return [0 if zero == 0 else int(str(given))]
+        largest = max((tier.size // cell.tp for tier in self._machine.topology.tiers[:-1]), default=1)
+        smaller = [group for group in divisors(data) if 1 < group < data and group <= largest]
+        fits = [self._state.bytes(cell, pp, data, zero, group) <= self._request.memory for group in smaller]
+        return [0, *(group for group, fit in zip(smaller, fits, strict=True) if fit)]
 
-    def _updates(self, cell: Cell, pp: int, data: int, zero: int) -> tuple[float, float]:
-        """Seconds of a mean rank: communication of gradients and weights among ``data`` ranks, once each, and the
-        optimizer."""
-        machine, state, experts = self._machine, self._state, cell.ep * cell.etp
-        update = sent = 0.0
-        for count, sharing, stride in (
-            (state.dense / cell.tp, data, cell.tp),
-            (state.experts / experts, data * cell.tp // experts, experts),
-        ):
-            each, group = count / pp, Group(size=sharing, stride=stride)
-            update += each / (sharing if zero else 1) * (2 * state.optimizer + state.grad + state.wire)
-            if not each:
-                continue
+    def _parts(self, cell: Cell, pp: int, data: int) -> tuple[tuple[float, Group], ...]:
+        """Parameters of a mean rank, and who has copies of them: dense ones, and those of experts."""
+        state, experts = self._state, cell.ep * cell.etp
+        return (
+            (state.dense / cell.tp / pp, Group(size=data, stride=cell.tp)),
+            (state.experts / experts / pp, Group(size=data * cell.tp // experts, stride=experts)),
+        )
+
+    def _sent(self, cell: Cell, pp: int, data: int, zero: int, group: int) -> tuple[float, float]:
+        """Seconds of the messages of a mean rank, where ``group`` ranks share state (0: all); and of those beside."""
+        machine, sent, once = self._machine, 0.0, 0.0
+        for count, copies in self._parts(cell, pp, data):
+            grad, wire = self._state.grad * count, self._state.wire * count
             if zero == 0:
-                sent += collective(machine, "all_reduce", state.grad * each, group)
+                sent += collective(machine, "all_reduce", grad, copies)
                 continue
-            given = self._request.fix.get("zero_group")
-            blocks = divisors(sharing) if given is None else [math.gcd(int(str(given)), sharing)]
-            sent += min(self._shared(each, group, block, zero) for block in blocks)
-        return sent, update * self._constant("optimizer_passes") / machine.optimizer_bandwidth
+            block = math.gcd(group, copies.size)
+            inner, across = nested(copies, block)
+            scatter, gather = (
+                collective(machine, op, size, inner) for op, size in (("reduce_scatter", grad), ("all_gather", wire))
+            )
+            summed = collective(machine, "all_reduce", grad / block, across)
+            if zero == 3:  # gathered for every forward and every backward, or once
+                keeps = self._request.fix.get("gather") == "step"
+                sent, once = sent + scatter + (0 if keeps else 2) * gather, once + summed + (gather if keeps else 0)
+            elif zero == 2:
+                sent, once = sent + scatter, once + summed + gather
+            else:
+                sent += scatter + summed + gather
+        return sent, once
+
+    def _updates(self, cell: Cell, pp: int, data: int, zero: int) -> float:
+        """Seconds of a mean rank's optimizer."""
+        state, update = self._state, 0.0
+        for count, copies in self._parts(cell, pp, data):
+            update += count / (copies.size if zero else 1) * (2 * state.optimizer + state.grad + state.wire)
+        return update * self._constant("optimizer_passes") / self._machine.optimizer_bandwidth

@@ -11,6 +11,7 @@ from plait.planner.job import Job
 from plait.planner.kernels import Machine
 from plait.planner.overlap import Share, under
 from plait.planner.pace import Paced, launch_of
+from plait.planner.saved import is_plait
 from plait.planner.stages import Stage
 from plait.planner.weights import tensors_of
 from plait.planner.wires import Group, collective, laid, nested
@@ -53,7 +54,7 @@ def updates(machine: Machine, job: Job, stages: Sequence[Stage], paced: Sequence
         own = zero == 3 and table.of("own_gathers", practice.framework)
         copying *= layers * (matrices if own else every)
         calls = max(1, round(layers * matrices)) if own else calls
-    grads = weights = 0.0
+    grads = across = weights = 0.0
     owners = 0
     for count, group in ((dense, shared), (experts, copies)):
         if not count:
@@ -63,7 +64,7 @@ def updates(machine: Machine, job: Job, stages: Sequence[Stage], paced: Sequence
             grads += _in_parts(machine, "all_reduce", kept * count, group, math.ceil(kept * count / bucket))
             continue
         grads += _in_parts(machine, "reduce_scatter", kept * count, inner, calls)
-        grads += _in_parts(machine, "all_reduce", kept * count / inner.size, outer, calls)
+        across += _in_parts(machine, "all_reduce", kept * count / inner.size, outer, calls)
         weights += _in_parts(machine, "all_gather", width * count, inner, calls)
         grads += copying * (inner.size if inner.size > 1 else 0)
         weights += copying * (inner.size if inner.size > 1 else 0)
@@ -72,26 +73,36 @@ def updates(machine: Machine, job: Job, stages: Sequence[Stage], paced: Sequence
     shares = dense / _block(plan, shared) + experts / _block(plan, copies)
     moved = shares * (2 * state + kept + width) * table.of("optimizer_passes", family)
     update = moved / machine.optimizer_bandwidth
+    # plait sums over copies of the state once a step, and from ZeRO 2 on reduces each microbatch's gradients.
+    own = is_plait(practice)
     if zero == 3:
         usable = table.of("prefetch_share", family)
         # Every microbatch gathers the weights twice (forward, backward) and reduces its gradients.
-        pull = under(
-            2 * weights * m, usable * m * (forward + backward) if practice.overlap_weights else 0.0, contention
-        )
+        once = plan.gather == "step"
+        window = usable * (forward if once else m * (forward + backward))
+        pull = under(weights if once else 2 * weights * m, window if practice.overlap_weights else 0.0, contention)
         left = usable * m * (forward + backward) - pull.hidden
-        push = under(grads * m, max(0.0, left) if practice.overlap_grads else 0.0, contention)
+        sent = grads * m + across * (1 if own else m)
+        push = under(sent, max(0.0, left) if practice.overlap_grads else 0.0, contention)
         return Updates(grads=push, weights=pull, optimizer=update)
-    push = under(grads, usable * backward if practice.overlap_grads else 0.0, contention)
+    window = usable * backward if practice.overlap_grads else 0.0
+    push = under(grads + across, window, contention)
+    if zero == 2 and own:
+        push = _both(push, under(grads * (m - 1), window * (m - 1), contention))
     pull = under(weights, usable * forward if practice.overlap_weights else 0.0, contention)
-    sent = owners * table.of("owner", practice.framework)
-    pull = Share(exposed=pull.exposed + sent, hidden=pull.hidden, slowing=pull.slowing)
+    pull = _both(pull, Share(exposed=owners * table.of("owner", practice.framework), hidden=0.0, slowing=0.0))
     return Updates(grads=push, weights=pull, optimizer=update)
 
 
 def _block(plan: Plan, group: Group) -> int:
-    """Ranks of ``group`` that share state (`plait.parallel.fold`): not all that a block has where experts have fewer
-    copies, whose number it does not divide."""
+    """Ranks of ``group`` that share state (`plait.parallel.fold`)."""
     return 1 if plan.zero == 0 else math.gcd(plan.zero_group or group.size, group.size)
+
+
+def _both(one: Share, other: Share) -> Share:
+    return Share(
+        exposed=one.exposed + other.exposed, hidden=one.hidden + other.hidden, slowing=one.slowing + other.slowing
+    )
 
 
 def _in_parts(machine: Machine, op: str, size: float, group: Group, calls: int) -> float:
