@@ -214,6 +214,7 @@ def _exit_codes() -> str:
             rows.append((kind.exit_code, says[:1].lower() + says[1:]))
     rows.append((StoppedError.exit_code, "stopped by SIGTERM or SIGUSR1, with the state saved: `--resume` goes on"))
     rows.append((130, "interrupted with Ctrl-C; nothing is saved"))
+    rows.append((129, "the terminal is gone (SIGHUP), or, 131, SIGQUIT; nothing is saved"))
     rows.append((138, "ended by SIGUSR1: its state could not be saved within `run.grace`"))
     rows.append((141, "who read the output has left, as `head` does; all ranks were ended"))
     rows.append((143, "ended by SIGTERM: its state could not be saved within `run.grace`"))

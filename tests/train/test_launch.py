@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import pty
@@ -9,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import cast, final
@@ -17,11 +19,14 @@ from unittest import mock
 import pytest
 import torch
 
+from plait.comm import flight
+from plait.comm.flight import Flight
 from plait.core.errors import ConfigError, PlaitError, SaveError, WeightsError
-from plait.train import local
+from plait.train import heartbeat, local
 from plait.train.folder import private
+from plait.train.heartbeat import Heartbeat
 from plait.train.launch import Place, Worker, _share, address_of, launch, placed
-from plait.train.local import Ended, WorkerFailed, _end, _ended, _failure, _report, _watch
+from plait.train.local import Ended, WorkerFailed, _end, _ended, _failure, _report, _watch, run_local
 from plait.train.signals import Signals
 from plait.train.slurm import first_host, port, tasks_here
 from plait.train.worker import resolve, write_error
@@ -395,3 +400,32 @@ def running(pid: int) -> bool:
         return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
     except (ProcessLookupError, FileNotFoundError):
         return False
+
+
+def test_no_room_for_temporary_files_is_said_before_a_rank_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else ranks would map files with holes, and be killed by SIGBUS at the first touch."""
+    written, write = [], Path.write_bytes
+
+    def fill(path: Path, content: bytes) -> int:
+        if len(written) == 2:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        written.append(path)
+        return write(path, content)
+
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(Path, "write_bytes", fill)
+    needed = r"has no [\d,]+ bytes for 2 ranks: No space left on device; make room there, or set TMPDIR"
+    with pytest.raises(ConfigError, match=needed):
+        run_local({"function": "tests.train.jobs:nothing", "args": []}, 2, timeout=1.0)
+    assert not list(tmp_path.glob("*/*"))
+    assert len(written) == 2
+
+
+def test_what_ranks_say_of_themselves_has_no_holes(tmp_path: Path) -> None:
+    Flight(0, tmp_path / "flight")
+    Heartbeat(Worker(place=Place(rank=0, local_rank=0, world_size=1), device="cpu", timeout=1.0, watch=tmp_path))
+    for name, size in (("flight", flight.SIZE), ("beat-0", heartbeat.SIZE)):
+        found = (tmp_path / name).stat()
+        assert (found.st_size, found.st_blocks * 512 >= size) == (size, True)

@@ -49,8 +49,9 @@ class Flight:
         self.rank = rank
         memory: mmap.mmap | bytearray = bytearray(SIZE)
         if path is not None:
-            file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
-            os.ftruncate(file, SIZE)
+            file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+            # In the blocks that its launcher has set aside: memory mapped over a hole of a full disk is a SIGBUS.
+            os.pwrite(file, bytes(SIZE), 0)
             memory = mmap.mmap(file, SIZE)
             os.close(file)
         self._memory = memory

@@ -59,7 +59,7 @@ class Heartbeat:
         self._memory: mmap.mmap | bytearray = bytearray(SIZE)
         if worker.watch is not None:
             file = os.open(beat_file(worker.watch, worker.place.rank), os.O_RDWR | os.O_CREAT, 0o600)
-            os.ftruncate(file, SIZE)
+            os.pwrite(file, bytes(SIZE), 0)  # no hole, as in `flight.Flight`
             self._memory = mmap.mmap(file, SIZE)
             os.close(file)
         self._count = 0

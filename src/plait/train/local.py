@@ -23,7 +23,7 @@ from typing import Any
 from plait.comm import flight
 from plait.core.errors import ConfigError, PlanError, RankError, SaveError
 from plait.train.folder import private
-from plait.train.heartbeat import Beat, Lookout, read_beat, state_of
+from plait.train.heartbeat import SIZE, Beat, Lookout, beat_file, read_beat, state_of
 from plait.train.signals import Signals
 from plait.train.supervise import StoppedError, stop_file
 from plait.train.worker import BROKEN_PIPE
@@ -121,9 +121,10 @@ def run_local(job: Mapping[str, object], processes: int, *, timeout: float, watc
         try:
             memory = str(watched.memory) if watched is not None and watched.memory is not None else None
             whole = {**job, "watch": str(folder), "memory": memory}
-            (folder / "job.json").write_text(json.dumps(whole), encoding="utf-8")
+            text = json.dumps(whole)
         except TypeError as error:
             raise ConfigError(f"the arguments of a launched function have to be JSON values: {error}") from error
+        _set_aside(folder, text, processes)
         store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         ranks: list[subprocess.Popen[bytes]] = []
         with Signals(passed_on=watched is not None) as signals:
@@ -137,6 +138,21 @@ def run_local(job: Mapping[str, object], processes: int, *, timeout: float, watc
                 _watch(ranks, folder, signals, timeout, watched)
             finally:
                 _end(ranks, gently=watched is None)
+
+
+def _set_aside(folder: Path, job: str, processes: int) -> None:
+    """The job in ``folder``, and room for what ranks say of themselves: they map it, and a hole would kill them."""
+    try:
+        (folder / "job.json").write_text(job, encoding="utf-8")
+        for rank in range(processes):
+            flight.flight_file(folder, rank).write_bytes(bytes(flight.SIZE))
+            beat_file(folder, rank).write_bytes(bytes(SIZE))
+    except OSError as error:
+        least = len(job) + processes * (flight.SIZE + SIZE)
+        raise ConfigError(
+            f"the folder for temporary files {folder.parent} has no {least:,} bytes for {processes} ranks: "
+            f"{error.strerror}; make room there, or set TMPDIR to another"
+        ) from error
 
 
 def _visible(places: Sequence[int], env: Mapping[str, str] = os.environ) -> dict[str, str]:
