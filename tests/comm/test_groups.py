@@ -380,7 +380,7 @@ def run_missing(connect: Connect, transport: str, what: str, timeout: float) -> 
 @pytest.mark.parametrize("what", ["all_reduce", "exchange", "recv"])
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_a_rank_that_never_comes_is_named_within_the_time_out(pool: Pool, transport: str, what: str) -> None:
-    timeout = 1.2
+    timeout = 1.0
     told, _, other = pool.run(3, run_missing, transport, what, timeout)
     for message, seconds in (told, other):
         assert seconds < 1.6 * timeout

@@ -128,7 +128,7 @@ def memory(connect: Connect, text: str, world_size: int) -> dict[str, Any]:
     return {"said": dict(zero.state_bytes()), "held": held, "peak": peak, "units": units}
 
 
-@pytest.mark.parametrize(("level", "precision"), [*((level, "fp32") for level in LEVELS), (1, "bf16"), (3, "bf16")])
+@pytest.mark.parametrize(("level", "precision"), [*((level, "fp32") for level in LEVELS), (3, "bf16")])
 def test_what_stays_is_what_the_formula_says(pool: Pool, level: int, precision: str) -> None:
     """Bytes a parameter on n ranks (Rajbhandari et al. 2020, table 1, with fp32 gradients): within 5%."""
     ranks = 4

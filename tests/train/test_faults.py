@@ -36,7 +36,7 @@ RUN = (
     "run.threads=1",
     "run.device=cpu",
 )
-TIMEOUT = 5.0
+TIMEOUT = 4.0
 """Seconds without a sign of life that make a hang here; a start under load takes longer than a step."""
 
 

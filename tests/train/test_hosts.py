@@ -124,7 +124,7 @@ def test_one_host_is_cut_off_in_a_step_and_the_other_goes_on(
     """Its rank is told of nothing: it waits for ``run.timeout``; then torchrun starts it again, alone."""
     script, folder = tmp_path / "rank.py", tmp_path / "run"
     script.write_text(SCRIPT)
-    arguments = settings(tokens, folder, *RUN, "run.timeout=6")
+    arguments = settings(tokens, folder, *RUN, "run.timeout=4")
     agents = [agent(host, number, script, arguments) for number, host in enumerate(hosts)]
     try:
         _, errors = agents[0].communicate(timeout=200)
