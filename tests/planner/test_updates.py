@@ -106,3 +106,18 @@ def test_weights_that_stay_for_a_step_are_gathered_once() -> None:
     gather = called("all_gather", 2.0 * count, group, LLAMA.num_layers)
     assert data_seconds("zero=3 gather=step", 512) == pytest.approx(8 * scatter + gather)
     assert data_seconds("zero=3", 512) == pytest.approx(8 * (scatter + 2 * gather))
+
+
+def test_nothing_hides_what_a_step_waits_for() -> None:
+    """`Zero.finish` waits for the sum over blocks, `Zero.publish` for new weights; other frameworks may hide both."""
+    count = parameter_count(LLAMA)
+    inner, outer = Group(size=8, stride=1), Group(size=8, stride=8)
+    waits = called("all_reduce", 4.0 * count / 8, outer) + called("all_gather", 2.0 * count, inner)
+    plan = "zero=1 zero_group=8 micro=8"
+    own, other = (
+        predict(job(plan, devices=64, batch=512, practice=dataclasses.replace(PLAIT, framework=framework))).ranks[0]
+        for framework in (PLAIT.framework, "megatron")
+    )
+    assert own.exposed["dp"] == pytest.approx(waits)  # what is reduced under the last backward is hidden
+    assert own.hidden["dp"] == pytest.approx(called("reduce_scatter", 4.0 * count, inner))
+    assert other.exposed["dp"] < waits / 2

@@ -25,7 +25,7 @@ from plait.telemetry.record import read_metrics
 from plait.telemetry.report import read as read_report
 from plait.telemetry.report import render
 from plait.train import recut, trainer
-from plait.train.events_log import EVENTS, EventLog, LoggedEvent, read
+from plait.train.events_log import EVENTS, FAILURE, EventLog, LoggedEvent, read
 from plait.train.recut import LEAST_STEPS, REBALANCED, Recut, recalled
 from plait.train.restart import _Supervisor
 from plait.train.run import prepare
@@ -241,6 +241,29 @@ def test_a_run_that_goes_on_has_the_cut_that_it_had(tokens: Path, tmp_path: Path
     assert cut(dataclasses.replace(run, run=dataclasses.replace(run.run, resume=False)), 2) == (4, 4)
     assert cut(dataclasses.replace(run, plan=dataclasses.replace(run.plan, stages=None)), 2) == (1, 7)
     assert cut(dataclasses.replace(run, plan=dataclasses.replace(run.plan, micro=2)), 2) == (4, 4)
+
+
+def test_a_cut_under_which_no_step_could_be_taken_is_given_up(pool: Pool, tokens: Path, tmp_path: Path) -> None:
+    """Out of memory where the model saw room, say: the restart has the cut of before, and it is not tried again."""
+    run = config(tokens, tmp_path / "run", *RUN, "train.steps=200", "run.rebalance=10")
+    resumed = prepare(dataclasses.replace(run, run=dataclasses.replace(run.run, resume=True)), world_size=2)
+    (told,) = blocks(pool, run, (12, [1.0, 3.0]))
+    assert told is not None
+    log = EventLog(tmp_path / "run" / EVENTS)
+    log.write(REBALANCED, told)
+    new = tuple(told["new"])
+    assert recalled(resumed).plan.stages == new
+    for step in (told["step"] + 1, told["step"]):  # it had taken steps: what comes after that is not its fault
+        log.write(FAILURE, {"rank": 1, "step": step})
+        assert recalled(resumed).plan.stages == new
+    (tmp_path / "run" / EVENTS).unlink()
+    log.write(REBALANCED, told)
+    log.write(FAILURE, {"rank": 1, "step": told["step"]})
+    assert recalled(resumed).plan.stages == (4, 4)
+    tried = dataclasses.replace(resumed, plan=dataclasses.replace(resumed.plan, stages=new))
+    assert recalled(tried).plan.stages == (4, 4)  # what the folder's config.toml has
+    (other,) = blocks(pool, run, (42, [1.0, 3.0]))
+    assert other is None or tuple(other["new"]) != new
 
 
 def test_ranks_that_fail_are_started_again_under_the_cut_that_they_had(tokens: Path, tmp_path: Path) -> None:

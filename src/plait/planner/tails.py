@@ -34,7 +34,7 @@ class After:
     sent: Floats
     """Seconds of the communication of gradients and weights, a microbatch or a step [pipes, zeros, groups]."""
     once: Floats
-    """Of what is sent once a step beside it [pipes, zeros, groups]."""
+    """That what is sent once a step beside it adds [pipes, zeros, groups]."""
     updates: Floats
     """Of the update [pipes, zeros]."""
     state: Floats
@@ -51,7 +51,9 @@ class Tails:
         self._sizes = pipeline_sizes(request)
         self._slowing = min(1.0, constant("contention"))
         # What goes with every microbatch (`plait.planner.updates`).
-        self._each = np.array([zero == 3 or (zero == 2 and is_plait(request.practice)) for zero in ZEROS])
+        own = is_plait(request.practice)
+        self._beside = 1.0 if own else self._slowing
+        self._each = np.array([zero == 3 or (zero == 2 and own) for zero in ZEROS])
         # What a second of compute hides of communication, beside what hidden communication costs.
         usable = [min(1.0, constant("prefetch_share" if zero == 3 else "hidden_share")) for zero in ZEROS]
         self._hidden = np.array(usable) * (1.0 - self._slowing)
@@ -95,7 +97,7 @@ class Tails:
         """
         times = np.where(self._each, counts[..., None], 1.0)[..., None]
         shown = sent - (self._hidden * busiest)[..., None]
-        return np.asarray((times * np.maximum(sent * self._slowing, shown) + once * self._slowing).min(axis=-1))
+        return np.asarray((times * np.maximum(sent * self._slowing, shown) + once).min(axis=-1))
 
     def of(self, cell: Cell) -> After:
         """By number of pipeline ranks and ZeRO level; the same for all cells that cut parameters alike."""
@@ -138,7 +140,7 @@ class Tails:
         )
 
     def _sent(self, cell: Cell, pp: int, data: int, zero: int, group: int) -> tuple[float, float]:
-        """Seconds of the messages of a mean rank, where ``group`` ranks share state (0: all); and of those beside."""
+        """Seconds of the messages of a mean rank, where ``group`` ranks share state (0: all); what those beside add."""
         machine, sent, once = self._machine, 0.0, 0.0
         for count, copies in self._parts(cell, pp, data):
             grad, wire = self._state.grad * count, self._state.wire * count
@@ -153,9 +155,10 @@ class Tails:
             summed = collective(machine, "all_reduce", grad / block, across)
             if zero == 3:  # gathered for every forward and every backward, or once
                 keeps = self._request.fix.get("gather") == "step"
-                sent, once = sent + scatter + (0 if keeps else 2) * gather, once + summed + (gather if keeps else 0)
-            elif zero == 2:
-                sent, once = sent + scatter, once + summed + gather
+                sent += scatter + (0 if keeps else 2) * gather
+                once += self._beside * summed + (self._slowing * gather if keeps else 0)
+            elif zero == 2 or is_plait(self._request.practice):
+                sent, once = sent + scatter, once + self._beside * (summed + gather)
             else:
                 sent += scatter + summed + gather
         return sent, once

@@ -73,8 +73,11 @@ def updates(machine: Machine, job: Job, stages: Sequence[Stage], paced: Sequence
     shares = dense / _block(plan, shared) + experts / _block(plan, copies)
     moved = shares * (2 * state + kept + width) * table.of("optimizer_passes", family)
     update = moved / machine.optimizer_bandwidth
-    # plait sums over copies of the state once a step, and from ZeRO 2 on reduces each microbatch's gradients.
+    # plait sums over copies of the state once a step, and from ZeRO 2 on reduces each microbatch's gradients. It waits
+    # for these sums, and after the optimizer for weights that stay, with nothing to do meanwhile.
     own = is_plait(practice)
+    beside = Share(exposed=across, hidden=0.0, slowing=0.0) if own else _NOTHING
+    across = 0.0 if own else across
     if zero == 3:
         usable = table.of("prefetch_share", family)
         # Every microbatch gathers the weights twice (forward, backward) and reduces its gradients.
@@ -82,16 +85,18 @@ def updates(machine: Machine, job: Job, stages: Sequence[Stage], paced: Sequence
         window = usable * (forward if once else m * (forward + backward))
         pull = under(weights if once else 2 * weights * m, window if practice.overlap_weights else 0.0, contention)
         left = usable * m * (forward + backward) - pull.hidden
-        sent = grads * m + across * (1 if own else m)
-        push = under(sent, max(0.0, left) if practice.overlap_grads else 0.0, contention)
-        return Updates(grads=push, weights=pull, optimizer=update)
+        push = under((grads + across) * m, max(0.0, left) if practice.overlap_grads else 0.0, contention)
+        return Updates(grads=_both(push, beside), weights=pull, optimizer=update)
     window = usable * backward if practice.overlap_grads else 0.0
-    push = under(grads + across, window, contention)
+    push = _both(under(grads + across, window, contention), beside)
     if zero == 2 and own:
         push = _both(push, under(grads * (m - 1), window * (m - 1), contention))
-    pull = under(weights, usable * forward if practice.overlap_weights else 0.0, contention)
+    pull = under(weights, usable * forward if practice.overlap_weights and not own else 0.0, contention)
     pull = _both(pull, Share(exposed=owners * table.of("owner", practice.framework), hidden=0.0, slowing=0.0))
     return Updates(grads=push, weights=pull, optimizer=update)
+
+
+_NOTHING = Share(exposed=0.0, hidden=0.0, slowing=0.0)
 
 
 def _block(plan: Plan, group: Group) -> int:

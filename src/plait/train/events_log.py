@@ -18,6 +18,8 @@ from typing import Any
 
 EVENTS = "events.jsonl"
 """The log's name in a run's folder."""
+FAILURE = "failure"
+"""The event of a rank that failed: ``rank``, ``cause``, ``message``; ``step`` and ``phase`` where it had begun."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -132,7 +132,7 @@ class Progress:
         speeds = Table.grid(padding=(0, 3))
         speeds.add_row(
             _cell("tokens/s", f"{row['tokens_per_s']:,.0f}"),
-            _cell("bubble", f"{_percent(row['bubble_rate'])} (predicted {_percent(row['bubble_rate_predicted'])})"),
+            _cell("bubble", f"{_percent(row['bubble_rate'])} (simulated {_percent(row['bubble_rate_predicted'])})"),
             _cell("communication", _percent(row["comm_fraction"])),
             *([] if row["mfu"] is None else [_cell("MFU", _percent(row["mfu"]))]),
         )
@@ -144,7 +144,7 @@ class Progress:
         return (
             f"step {row['step'] + 1}/{self._setup.config.train.steps}  loss {row['loss']:.3f}{held_out}"
             f"  norm {row['grad_norm']:.2f}  lr {row['lr']:.1e}  {row['tokens_per_s']:,.0f} tokens/s"
-            f"  bubble {_percent(row['bubble_rate'])} (predicted {_percent(row['bubble_rate_predicted'])})"
+            f"  bubble {_percent(row['bubble_rate'])} (simulated {_percent(row['bubble_rate_predicted'])})"
             f"  comm {_percent(row['comm_fraction'])}  memory {_memory(row['memory_peak_bytes'])}"
         )
 

@@ -28,7 +28,7 @@ from plait.planner.local import practice
 from plait.planner.memory import Ranks
 from plait.planner.recut import Line, best_cut, parts_of, slowness
 from plait.train.auto import device_of, machine
-from plait.train.events_log import EVENTS, read
+from plait.train.events_log import EVENTS, FAILURE, read
 from plait.train.exchange import gather_json
 from plait.train.run import Setup
 
@@ -84,15 +84,17 @@ class Recut:
         self._warm = _WARM
         # What is known of the machine, and what the run has done, is rank 0's.
         told = gather_json(world, self._told() if world.rank == 0 else None)[0]
-        text, changes = cast("tuple[str, int]", told)
+        text, changes, fallen = cast("tuple[str, int, list[list[int]]]", told)
+        self._fallen = {tuple(cut) for cut in fallen}
         self._steps = max(LEAST_STEPS, setup.config.run.rebalance) << changes
         self._topology = cluster_file.parse(text)
         self._parts = parts_of(self._job(setup.plan))
 
-    def _told(self) -> tuple[str, int]:
+    def _told(self) -> tuple[str, int, list[list[int]]]:
         size = self._setup.world_size
         found = machine(device_of(self._setup.config), size) or _unknown(size)
-        return cluster_file.dump(found), len(_changes(self._setup.config.run.dir))
+        changes = _changes(self._setup.config.run.dir)
+        return cluster_file.dump(found), len(changes), [list(each.plan.stages or ()) for each in changes if each.fallen]
 
     def _job(self, plan: Plan) -> Job:
         train = self._setup.config.train
@@ -160,8 +162,11 @@ class Recut:
         return Line(plan=plan, parts=self._parts, slow=tuple(slow), microbatches=m)
 
     def _fits(self, cut: tuple[int, ...]) -> bool:
-        """Whether every rank has room for ``cut``: by the memory model, or no more than it has now."""
+        """Whether every rank has room for ``cut``: by the memory model, or no more than it has now; and whether it has
+        not been tried in vain."""
         plan = self._setup.plan
+        if cut in self._fallen:
+            return False
         room = max(self._topology.device.memory, self._peak(plan))
         return self._peak(dataclasses.replace(plan, stages=cut)) <= room
 
@@ -184,14 +189,19 @@ def watches(setup: Setup) -> bool:
 
 
 def recalled(setup: Setup) -> Setup:
-    """``setup`` under the last cut that a run which goes on had under this plan, where it has changed it.
+    """``setup`` under the last cut that a run which goes on had under this plan, where it has changed it and taken a
+    step since: one under which a rank has failed before that may have no room, whatever the memory model says.
 
     Which cut a plan gives makes no other difference, so a run that may change it takes it up where it was.
     """
     if not (watches(setup) and setup.config.run.resume):
         return setup
-    for text in reversed(_changes(setup.config.run.dir)):
-        plan = Plan.parse(text)
+    for change in reversed(_changes(setup.config.run.dir)):
+        plan = change.plan
+        if change.fallen:
+            if plan.stages != setup.plan.stages:
+                continue
+            plan = dataclasses.replace(plan, stages=change.old)  # the run's folder has the cut that was tried in vain
         if dataclasses.replace(plan, stages=None) != dataclasses.replace(setup.plan, stages=None):
             continue
         train, shape = setup.config.train, model_shape(setup.model)
@@ -212,7 +222,24 @@ def agreed(setup: Setup, world: World) -> Setup:
     return dataclasses.replace(setup, plan=plan, config=dataclasses.replace(setup.config, plan=plan))
 
 
-def _changes(folder: Path | None) -> list[str]:
-    """The plans that the run in ``folder`` has changed to, oldest first."""
+@dataclass(frozen=True, kw_only=True)
+class _Made:
+    """A change that a run has made, and whether a rank failed under it before it had taken a step."""
+
+    plan: Plan
+    old: tuple[int, ...]
+    fallen: bool
+
+
+def _changes(folder: Path | None) -> list[_Made]:
+    """What the run in ``folder`` has changed to, oldest first."""
     found = read(folder / EVENTS) if folder is not None else []
-    return [str(event.fields.get("plan", "")) for event in found if event.kind == REBALANCED]
+    made = []
+    for place, event in enumerate(found):
+        if event.kind == REBALANCED:
+            # The first that came after it decides: ranks that have taken steps may fail there again after a restart.
+            after = next((one for one in found[place + 1 :] if one.kind in (REBALANCED, FAILURE)), event)
+            fallen = after.kind == FAILURE and after.fields.get("step", 0) <= event.fields.get("step", 0)
+            plan, old = Plan.parse(str(event.fields["plan"])), tuple(event.fields.get("old", ()))
+            made.append(_Made(plan=plan, old=old, fallen=fallen))
+    return made

@@ -18,7 +18,7 @@ from plait.comm.flight import write_dump
 from plait.core.config import Config, dump
 from plait.core.errors import ConfigError, DivergedError, PlanError, SaveError
 from plait.train.elastic import FAILURES, Slots, fit
-from plait.train.events_log import EVENTS, EventLog
+from plait.train.events_log import EVENTS, FAILURE, EventLog
 from plait.train.folder import CHECKPOINTS
 from plait.train.launch import launch
 from plait.train.local import Watched, WorkerFailed
@@ -139,7 +139,7 @@ class _Supervisor:
         beat = beats.get(failed.rank)
         where = {"step": beat.step, "phase": beat.phase} if beat is not None else {}
         fields = {"rank": failed.rank, "cause": failed.cause, "message": str(failed).splitlines()[0]}
-        self._log.write("failure", {**fields, **where, "diagnosis": failed.diagnosis})
+        self._log.write(FAILURE, {**fields, **where, "diagnosis": failed.diagnosis})
         if failed.diagnosis or failed.cause == "hang":
             self._dump(failed)
         if not failed.cause or failed.exit_code in _FINAL:
