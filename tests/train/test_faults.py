@@ -17,7 +17,8 @@ from plait.comm.flight import read_dumps
 from plait.core.config import dump
 from plait.telemetry.record import read_metrics
 from plait.train.events_log import EVENTS, LoggedEvent, read
-from plait.train.local import Watched, WorkerFailed, run_local
+from plait.train.failure import WorkerFailed
+from plait.train.local import Watched, run_local
 from plait.train.replicas import MEMORY, run_key
 from plait.train.restart import supervise
 from tests.faults import RANK, fail_at, plan_faults

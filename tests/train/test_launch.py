@@ -22,11 +22,12 @@ import torch
 from plait.comm import flight
 from plait.comm.flight import Flight
 from plait.core.errors import ConfigError, PlaitError, SaveError, WeightsError
-from plait.train import heartbeat, local
+from plait.train import heartbeat
+from plait.train.failure import Ended, WorkerFailed, _report, ended_of, failure
 from plait.train.folder import private
 from plait.train.heartbeat import Heartbeat
 from plait.train.launch import Place, Worker, _share, address_of, launch, placed
-from plait.train.local import Ended, WorkerFailed, _end, _ended, _failure, _report, _watch, run_local
+from plait.train.local import _end, _watch, run_local
 from plait.train.signals import Signals
 from plait.train.slurm import first_host, port, tasks_here
 from plait.train.worker import resolve, write_error
@@ -210,13 +211,13 @@ def test_the_first_failure_is_reported(tmp_path: Path, monkeypatch: pytest.Monke
         monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / f"error-{rank}.json"))
         assert write_error(error) == (5 if rank == 2 else 4)
     ended = [Ended(rank=rank, code=1, report=_report(tmp_path, rank)) for rank in (0, 2)]
-    failed = _failure(ended, [0, 0, 0], tmp_path)
+    failed = failure(ended, [0, 0, 0], tmp_path)
     assert isinstance(failed, WorkerFailed)
     assert str(failed).startswith("rank 2 of 3 failed: these weights are damaged")
     assert (failed.exit_code, failed.rank, failed.cause) == (5, 2, "error")
     # One that died without a word did not die of another's failure.
     ended.append(Ended(rank=1, code=-signal.SIGSEGV, report=None))
-    failed = _failure(ended, [0, 0, 0], tmp_path)
+    failed = failure(ended, [0, 0, 0], tmp_path)
     assert "rank 1 of 3 was ended by signal 11 (SIGSEGV)" in str(failed)
 
 
@@ -246,9 +247,10 @@ def test_a_rank_that_cannot_end_is_left_behind(
     process = cast("subprocess.Popen[bytes]", Unkillable())
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error-0.json"))
     write_error(WeightsError("the disk is dead"))
-    assert _ended([process], tmp_path) == []
-    monkeypatch.setattr(local, "GONE_SECONDS", -1.0)
-    (ended,) = _ended([process], tmp_path)
+    assert ended_of([process], tmp_path) == []
+    for room in ("failure", "local"):
+        monkeypatch.setattr(f"plait.train.{room}.GONE_SECONDS", -1.0)
+    (ended,) = ended_of([process], tmp_path)
     assert (ended.rank, ended.code) == (0, 5)
     _end([process], gently=False)
     assert process.killed == 1  # type: ignore[attr-defined]

@@ -17,9 +17,10 @@ from plait.core.config import Config, loads
 from plait.core.errors import ConfigError, DivergedError, PlanError, RankError
 from plait.train import elastic, restart, trainer
 from plait.train.events_log import EventLog, read
+from plait.train.failure import WorkerFailed
 from plait.train.heartbeat import SIZE, Beat, Heartbeat, Lookout, beat_file, read_beat, state_of
 from plait.train.launch import Place, Worker
-from plait.train.local import Watched, WorkerFailed
+from plait.train.local import Watched
 from plait.train.supervise import PARTS, WINDOW_STEPS, Stop, StoppedError, Stragglers, restarted, stop_file
 from tests.train.test_trainer import config as trainer_config
 from tests.train.test_trainer import tokens

@@ -23,7 +23,8 @@ from plait.comm.flight import Flight, flight_file
 from plait.core.errors import ConfigError, PlaitError, PlanError, RankError
 from plait.core.mesh import Mesh
 from plait.train import slurm
-from plait.train.local import Watched, WorkerFailed, run_local
+from plait.train.failure import WorkerFailed
+from plait.train.local import Watched, run_local
 from plait.train.supervise import StoppedError
 from plait.train.worker import call, run
 

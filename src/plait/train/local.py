@@ -18,15 +18,14 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from plait.comm import flight
-from plait.core.errors import ConfigError, PlanError, RankError, SaveError
+from plait.core.errors import ConfigError, SaveError
+from plait.train.failure import GONE_SECONDS, ended_of, failure, hang, signalled
 from plait.train.folder import private
-from plait.train.heartbeat import SIZE, Beat, Lookout, beat_file, read_beat, state_of
+from plait.train.heartbeat import SIZE, Lookout, beat_file, state_of
 from plait.train.signals import Signals
 from plait.train.supervise import StoppedError, stop_file
-from plait.train.worker import BROKEN_PIPE
 
 POLL_SECONDS = 0.05
 """How often it is looked whether a rank has ended."""
@@ -36,9 +35,6 @@ SETTLE_SECONDS = 0.1
 """After a rank has failed: others that fail at the same time are asked too, the first of them is the cause."""
 GRACE_SECONDS = 2.0
 """What ranks that do not end on SIGTERM are given before SIGKILL; a run that is started again has no such patience."""
-GONE_SECONDS = 10.0
-"""What a process is given to be gone, once it has left its error or was sent SIGKILL: one that waits for a dead disk in
-the kernel is not, and is not waited for."""
 _WORKER = """\
 import json, sys
 with open(sys.argv[1], encoding="utf-8") as file: sys.path[:] = json.load(file)["path"]
@@ -47,46 +43,6 @@ start(sys.argv[1])
 """
 """A worker's program. With ``python -P`` it imports what the launcher can, and does not take a ``signal.py`` in the
 folder where a run was started for Python's own."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Ended:
-    """How a rank ended: its exit code (below zero: minus a signal) and the report it left, if any."""
-
-    rank: int
-    code: int
-    report: Mapping[str, Any] | None
-
-
-class WorkerFailed(RankError):
-    """A local rank failed, and all were ended.
-
-    ``rank`` is which (-1: none, a signal came to the launcher), ``cause`` is error, exit, signal, hang or recall (they
-    did not end when they were asked to make room for others; "": a signal, which is obeyed),
-    ``trace`` its own traceback ("" when it left none), ``diagnosis`` what the others waited for ("" when nobody did),
-    ``flights`` the last operations of all ranks, ``beats`` their last signs of life.
-    """
-
-    def __init__(
-        self,
-        message: str,
-        *,
-        trace: str,
-        exit_code: int,
-        rank: int = -1,
-        cause: str = "",
-        diagnosis: str = "",
-        flights: Sequence[Mapping[str, Any]] = (),
-        beats: Mapping[int, Beat] | None = None,
-    ) -> None:
-        super().__init__(message)
-        self.trace = trace
-        self.exit_code = exit_code
-        self.rank = rank
-        self.cause = cause
-        self.diagnosis = diagnosis
-        self.flights = flights
-        self.beats = beats or {}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,14 +141,14 @@ def _watch(
     lookout, looked = Lookout(folder, len(ranks), timeout), time.monotonic()
     asked: float | None = None
     while True:
-        ended = _ended(ranks, folder)
+        ended = ended_of(ranks, folder)
         if any(one.code not in (0, StoppedError.exit_code) for one in ended):
             time.sleep(SETTLE_SECONDS)
             _obey(signals)  # a terminal's Ctrl-C ends the ranks too, at once: they have not failed
             # A signal to all of them came before they could heed it.
             if signals.asked and not any(one.code == SaveError.exit_code for one in ended):
-                raise _signalled(signals.asked, "the ranks ended before they could save")
-            raise _failure(_ended(ranks, folder), [process.pid for process in ranks], folder)
+                raise signalled(signals.asked, "the ranks ended before they could save")
+            raise failure(ended_of(ranks, folder), [process.pid for process in ranks], folder)
         if len(ended) == len(ranks):
             stopped = [one for one in ended if one.code]
             if not stopped:
@@ -203,7 +159,7 @@ def _watch(
         _obey(signals)
         if watched is not None and asked is not None and now > asked + watched.grace:
             late = f"the ranks had not saved within {watched.grace:g} s (run.grace)"
-            raise _signalled(signals.asked or signal.SIGUSR1, late, cause="" if signals.asked else "recall")
+            raise signalled(signals.asked or signal.SIGUSR1, late, cause="" if signals.asked else "recall")
         if signals.asked and asked is None:
             asked = _ask(folder, signals.asked)
         if now > looked + LOOK_SECONDS:
@@ -213,7 +169,7 @@ def _watch(
             rank = lookout.hung(now)
             if rank is not None:
                 noticed = f"no sign of life for {timeout:g} s (run.timeout)"
-                raise _hang(rank, [process.pid for process in ranks], folder, noticed)
+                raise hang(rank, [process.pid for process in ranks], folder, noticed)
         time.sleep(POLL_SECONDS)
 
 
@@ -222,7 +178,7 @@ def _obey(signals: Signals) -> None:
     if signals.fatal == signal.SIGINT:
         raise KeyboardInterrupt
     if signals.fatal:
-        raise _signalled(signals.fatal, "all ranks were ended")
+        raise signalled(signals.fatal, "all ranks were ended")
 
 
 def _ask(folder: Path, number: int) -> float:
@@ -231,92 +187,6 @@ def _ask(folder: Path, number: int) -> float:
     draft.write_text(str(int(number)), encoding="ascii")
     draft.rename(stop_file(folder))
     return time.monotonic()
-
-
-def _signalled(number: int, why: str, cause: str = "") -> WorkerFailed:
-    return WorkerFailed(f"{signal.Signals(number).name}: {why}", trace="", exit_code=128 + number, cause=cause)
-
-
-def _ended(ranks: Sequence[subprocess.Popen[bytes]], folder: Path) -> list[Ended]:
-    """Those that have; one that has left its error long ago has, too, whatever keeps it in the kernel."""
-    found = []
-    for rank, process in enumerate(ranks):
-        code, report = process.poll(), _report(folder, rank)
-        if code is None and report is not None and time.time() > float(report["time"]) + GONE_SECONDS:
-            code = int(report["exit_code"])
-        if code is not None:
-            found.append(Ended(rank=rank, code=code, report=report))
-    return found
-
-
-def _report(folder: Path, rank: int) -> dict[str, Any] | None:
-    try:
-        found = json.loads((folder / f"error-{rank}.json").read_text(encoding="utf-8"))["plait"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-    return found if isinstance(found, dict) else None
-
-
-def _failure(ended: Sequence[Ended], pids: Sequence[int], folder: Path) -> Exception:
-    """The error of the rank that failed first: others may have failed because of it. Where it waited in vain for one
-    that is still there, that one hangs."""
-    failed = [one for one in ended if one.code not in (0, StoppedError.exit_code)]
-    if any(one.code == BROKEN_PIPE for one in failed):
-        return BrokenPipeError()
-    # One that died without a word did not die of another's failure.
-    first = min(failed, key=lambda one: (0, 0.0) if one.report is None else (1, float(one.report["time"])))
-    processes = len(pids)
-    who, code, trace, cause = f"rank {first.rank} of {processes}", RankError.exit_code, "", "exit"
-    hint, known = "its last words, if any, are above", f"it ended with exit code {first.code}"
-    if first.report is not None:
-        code, cause = int(first.report["exit_code"]), "error"
-        explained = code in (ConfigError.exit_code, PlanError.exit_code, SaveError.exit_code)
-        trace = "" if explained else str(first.report["trace"])
-        text, known = f"{who} failed: {first.report['summary']}", "it failed"
-        late = flight.suspect(_flights(folder, processes))
-        if code == RankError.exit_code and late is not None and late not in {one.rank for one in ended}:
-            return _hang(late, pids, folder, f"{who}: {first.report['summary']}")
-    elif first.code < 0:
-        name, cause = signal.Signals(-first.code).name, "signal"
-        known = f"it was ended by {name}"
-        if first.code == -signal.SIGKILL:
-            hint = "if nobody killed it, the machine ran out of memory: take a smaller plan.micro, or "
-            hint += "plan.recompute=full"
-        text = f"{who} was ended by signal {-first.code} ({name}); {hint}."
-    else:
-        text = f"{who} ended with exit code {first.code}; {hint}."
-    return _failed(text, folder, processes, {first.rank: known}, first.rank, cause, trace, code)
-
-
-def _hang(rank: int, pids: Sequence[int], folder: Path, noticed: str) -> WorkerFailed:
-    beat, state = read_beat(folder, rank), state_of(pids[rank])
-    where = f" in step {beat.step} ({beat.phase})" if beat is not None else ""
-    text = f"rank {rank} of {len(pids)} hangs{where}: it {state}; {noticed}."
-    return _failed(text, folder, len(pids), {rank: f"it {state}"}, rank, "hang", "", RankError.exit_code)
-
-
-def _flights(folder: Path, processes: int) -> list[dict[str, Any]]:
-    found = (flight.read(flight.flight_file(folder, rank)) for rank in range(processes))
-    return [held for held in found if held is not None]
-
-
-def _failed(
-    text: str, folder: Path, processes: int, places: Mapping[int, str], rank: int, cause: str, trace: str, code: int
-) -> WorkerFailed:
-    flights = _flights(folder, processes)
-    beats = {one: beat for one in range(processes) if (beat := read_beat(folder, one)) is not None}
-    diagnosis = flight.diagnose(flights, places)
-    lines = [text, *([diagnosis[0].upper() + diagnosis[1:] + "."] if diagnosis else []), "All ranks were ended."]
-    return WorkerFailed(
-        "\n".join(lines),
-        trace=trace,
-        exit_code=code,
-        rank=rank,
-        cause=cause,
-        diagnosis=diagnosis,
-        flights=flights,
-        beats=beats,
-    )
 
 
 def _end(ranks: Sequence[subprocess.Popen[bytes]], *, gently: bool) -> None:

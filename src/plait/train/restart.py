@@ -19,9 +19,10 @@ from plait.core.config import Config, dump
 from plait.core.errors import ConfigError, DivergedError, PlanError, SaveError
 from plait.train.elastic import FAILURES, Slots, fit
 from plait.train.events_log import EVENTS, FAILURE, EventLog
+from plait.train.failure import WorkerFailed
 from plait.train.folder import CHECKPOINTS
 from plait.train.launch import launch
-from plait.train.local import Watched, WorkerFailed
+from plait.train.local import Watched
 from plait.train.promise import write_promise
 from plait.train.recut import recalled
 from plait.train.replicas import memory_folder
