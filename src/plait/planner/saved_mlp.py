@@ -73,28 +73,9 @@ def experts(model: ModelConfig, at: Local, practice: Practice, moe: MoEConfig) -
     if not plait:
         # The weights go into the activation, so that nothing of the results is kept to weigh them.
         moved = 2 * computed_bytes if apart else computed_bytes
-        return [
-            router,
-            Step(kind="dispatch", keeps=routing, forward=moved, backward=moved),
-            *shared,
-            Step(
-                kind="experts",
-                keeps=computed_bytes,
-                waits=computed_bytes + 2 * inner,
-                backward=2 * computed_bytes,
-                modules=("mlp.experts.gate_up",),
-            ),
-            Step(kind="moe act", keeps=2 * inner, backward=3 * inner),
-            Step(
-                kind="experts",
-                keeps=inner,
-                waits=computed_bytes + inner,
-                forward=computed_bytes,
-                backward=inner,
-                modules=("mlp.experts.down",),
-            ),
-            Step(kind="dispatch", forward=moved, backward=moved),
-        ]
+        there = Step(kind="dispatch", keeps=routing, forward=moved, backward=moved)
+        back_again = Step(kind="dispatch", forward=moved, backward=moved)
+        return [router, there, *shared, *_fused_experts(computed_bytes, inner), back_again]
     slots = max(1, moe.num_experts // at.ep)
     arrived = computed_bytes if apart else 0.0
     # Half-precision weight gradients go to the fp32 sum expert by expert: one is made while the last is still there.
@@ -123,3 +104,26 @@ def experts(model: ModelConfig, at: Local, practice: Practice, moe: MoEConfig) -
     )
     # The shared expert runs while the rows travel, and its backward after the experts'.
     return [router, go, *shared, work, weighing]
+
+
+def _fused_experts(rows: float, inner: float) -> list[Step]:
+    """Megatron-Core's two grouped products and the activation between them, of ``rows`` bytes in and out, ``inner``
+    bytes of each of the two halves between."""
+    return [
+        Step(
+            kind="experts",
+            keeps=rows,
+            waits=rows + 2 * inner,
+            backward=2 * rows,
+            modules=("mlp.experts.gate_up",),
+        ),
+        Step(kind="moe act", keeps=2 * inner, backward=3 * inner),
+        Step(
+            kind="experts",
+            keeps=inner,
+            waits=rows + inner,
+            forward=rows,
+            backward=inner,
+            modules=("mlp.experts.down",),
+        ),
+    ]

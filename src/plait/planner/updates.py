@@ -30,9 +30,7 @@ def updates(machine: Machine, job: Job, stages: Sequence[Stage], paced: Sequence
     """Reduction of gradients, gathers of weights, and the update of one pipeline rank."""
     plan, practice, table, family = job.plan, job.practice, machine.table, machine.family
     mesh = job.mesh
-    width = 4.0 if plan.precision == "fp32" else 2.0
-    if plan.zero == 3 and plan.precision == "fp8" and table.of("gather_low", practice.framework):
-        width = 1.0
+    width = _width(job, bool(table.of("gather_low", practice.framework)))
     kept = practice.grad_bytes or 4.0
     state = practice.optimizer_bytes or (8.0 if plan.precision == "fp32" else 12.0)
     dense, experts = sum(stage.dense for stage in stages), sum(stage.experts for stage in stages)
@@ -44,16 +42,8 @@ def updates(machine: Machine, job: Job, stages: Sequence[Stage], paced: Sequence
     backward = sum(stage.backward + stage.weight for stage in paced)
     contention, usable = table.of("contention", family), table.of("hidden_share", family)
     zero = plan.zero
-    # Under zero=3 every layer's weights and gradients are messages of their own.
-    calls = max(1, layers) if zero == 3 else 1
+    calls, copying = _messages(machine, job, layers)
     bucket = table.of("bucket", practice.framework)
-    copying = table.of("shard_copies", practice.framework) * launch_of(machine, practice) if zero else 0.0
-    if copying:
-        # Shards that are lists of tensors are copied one by one.
-        every, matrices = tensors_of(job.model)
-        own = zero == 3 and table.of("own_gathers", practice.framework)
-        copying *= layers * (matrices if own else every)
-        calls = max(1, round(layers * matrices)) if own else calls
     grads = across = weights = 0.0
     owners = 0
     for count, group in ((dense, shared), (experts, copies)):
@@ -102,6 +92,28 @@ _NOTHING = Share(exposed=0.0, hidden=0.0, slowing=0.0)
 def _block(plan: Plan, group: Group) -> int:
     """Ranks of ``group`` that share state (`plait.parallel.fold`)."""
     return 1 if plan.zero == 0 else math.gcd(plan.zero_group or group.size, group.size)
+
+
+def _width(job: Job, low: bool) -> float:
+    """Bytes of a gathered weight; ``low``: those of 8-bit products go in 8 bits."""
+    if job.plan.zero == 3 and job.plan.precision == "fp8" and low:
+        return 1.0
+    return 4.0 if job.plan.precision == "fp32" else 2.0
+
+
+def _messages(machine: Machine, job: Job, layers: int) -> tuple[int, float]:
+    """Messages that a rank's weights go in, and the host's seconds of copying one rank's share of them."""
+    table, framework, zero = machine.table, job.practice.framework, job.plan.zero
+    # Under zero=3 every layer's weights and gradients are messages of their own.
+    calls = max(1, layers) if zero == 3 else 1
+    copying = table.of("shard_copies", framework) * launch_of(machine, job.practice) if zero else 0.0
+    if copying:
+        # Shards that are lists of tensors are copied one by one.
+        every, matrices = tensors_of(job.model)
+        own = zero == 3 and table.of("own_gathers", framework)
+        copying *= layers * (matrices if own else every)
+        calls = max(1, round(layers * matrices)) if own else calls
+    return calls, copying
 
 
 def _both(one: Share, other: Share) -> Share:

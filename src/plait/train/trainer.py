@@ -18,6 +18,7 @@ from plait.comm.world import World
 from plait.core.config import Config, dump, loads
 from plait.core.errors import ConfigError, PlanError, RankError, SaveError, WeightsError
 from plait.core.fields import counted
+from plait.models.config import ModelConfig
 from plait.parallel.apply import Parallel
 from plait.parallel.precision import fp8_reason
 from plait.telemetry.record import EVAL_KEY, Metrics, Recorder, write_trace
@@ -171,16 +172,7 @@ def train_cut(
             if change is not None and keeper.finish(step):
                 return switch(keeper, change, chief)
         heart.beat(step, "save", bounded=False)
-        saved = keeper.finish(step)
-        warn(chief, *keeper.warnings())
-        if keeper.stands:  # the weights' folder may well be on the same disk
-            raise SaveError(unsaved(step))
-        try:
-            write_weights(folder / "weights", world, setup.model, parallel.zero)
-        except WeightsError as error:
-            if saved:
-                raise
-            raise SaveError(f"{unsaved(step)}; its weights could not be written either: {error}") from error
+        saved = keep_all(keeper, parallel, world, setup.model, folder / "weights", step)
         if row:
             show.done(folder)
         else:
@@ -188,6 +180,21 @@ def train_cut(
         if not saved:
             raise SaveError(f"{unsaved(step)}; {folder / 'weights'} holds its weights alone")
     return None
+
+
+def keep_all(keeper: Keeper, parallel: Parallel, world: World, model: ModelConfig, weights: Path, step: int) -> bool:
+    """Save the run's last state and its weights; whether the state could be saved. SaveError where neither could."""
+    saved = keeper.finish(step)
+    warn(world.rank == 0, *keeper.warnings())
+    if keeper.stands:  # the weights' folder may well be on the same disk
+        raise SaveError(unsaved(step))
+    try:
+        write_weights(weights, world, model, parallel.zero)
+    except WeightsError as error:
+        if saved:
+            raise
+        raise SaveError(f"{unsaved(step)}; its weights could not be written either: {error}") from error
+    return saved
 
 
 def switch(keeper: Keeper, change: Change, chief: bool) -> Setup:
